@@ -8,8 +8,7 @@ from torch import nn
 
 from penstock import Options, Placement, memory_budget
 from penstock.engine.gradients.reduce import BufferRing
-from tests.lib.engines import prepare_on
-from tests.models.modules_rows import squared
+from tests.lib.engines import prepare_on, squared
 
 KIB = 1 << 10
 SHARES = {"device": 0.5, "cpu": 0.5}

@@ -1,8 +1,7 @@
 """Engines on the strict device."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from penstock.runtime.accelerator import streams_for
 from penstock.runtime.streams import Streams
 from tests.device.building import build
 from tests.device.loading import load
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
+from tests.parity.rows import Trace
 
 
 def strict(index: int = 0) -> Streams:
@@ -24,20 +24,15 @@ def late_ranks(work: Callable[..., Any], *args: Any) -> list[Any]:
     return run_ranks(work, 2, *args, backend="late", start=with_devices)
 
 
+def everything(trace: Trace) -> list[object]:
+    """What a run gave, to compare with another one's bit by bit."""
+    return [trace.losses, trace.norms, *(t.tolist() for values in trace.final.values() for t in values)]
+
+
 def with_devices() -> None:
     """Makes this process one with strict devices, and with collectives between them."""
     load(build())
     from tests.device import collectives  # noqa: F401 - registers the backend
-
-
-@contextmanager
-def of_the_user(index: int = 0) -> Iterator[torch.Stream]:
-    """Compute is on a stream of the user's own, which has followed what was there."""
-    stream = torch.Stream(torch.device("strict", index))
-    stream.wait_stream(torch.accelerator.current_stream(index))
-    with stream:
-        yield stream
-    torch.accelerator.current_stream(index).wait_stream(stream)
 
 
 def on_threads(*work: Callable[[], Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The tests that a GPU is given first, on the strict device: what they ask of a device, this one has to pass."""
+"""Tests that a GPU is given first, on the strict device: what they ask of a device, this one has to pass."""
 
 from tests.gpu.conftest import device, make_streams, uncompiled  # noqa: F401 - fixtures
 from tests.gpu.test_loops import (  # noqa: F401
@@ -24,7 +24,6 @@ from tests.gpu.test_own_stream import (  # noqa: F401
     test_streams_may_change_from_step_to_step,
     test_the_users_own_stream_trains_the_same,
 )
-from tests.gpu.test_parity import test_no_placement_changes_a_bit  # noqa: F401
 from tests.gpu.test_pinned import (  # noqa: F401
     test_a_save_of_device_state_passes_pinned_memory,
     test_what_is_not_pinned_trains_the_same,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import penstock
-from tests.device.test_schedule import llama
+from tests.lib.models import llama
 from tests.modelled import Case, measured, predicted
 
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
@@ -12,7 +12,7 @@ LINK, KERNEL = 1e8, 1e-5
 
 
 def small() -> torch.nn.Module:
-    model = llama(2)
+    model = llama(2, 64, num_attention_heads=4, num_key_value_heads=2)
     model.set_attn_implementation("sdpa")
     return model
 

@@ -6,23 +6,22 @@ from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import penstock
-from tests.device.running import of_the_user, on_threads, strict
-from tests.gpu.models import HYPER
-from tests.gpu.models import batches as inputs
-from tests.gpu.models import build as make_blocks
-from tests.gpu.models import loss_of as loss_of_blocks
-from tests.lib.engines import prepare_on
+from penstock.runtime.streams import Streams
+from tests.device.running import everything, on_threads, strict
+from tests.lib.engines import ON_CPU as ALL_ON_CPU
+from tests.lib.engines import ON_NVME, loss_of, prepare_on, prepared
+from tests.lib.memory import disks
+from tests.lib.models import Blocks, batch_of
 from tests.lib.streams import inline
 from tests.parity import whole
-from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, prepared, shares, train
-from tests.parity.test_simulated import everything
-from tests.support import thorough
+from tests.parity.rows import Arithmetic, Movement, changed, shares, train
 
 KIB = 1 << 10
 STEPS = 2
@@ -48,15 +47,11 @@ OVERLAPS = [Movement(3, "cpu", "cpu", "cpu", overlap=overlap) for overlap in ("n
 
 
 def rows():
-    """Every other movement once, with arithmetic in turn; `make test-thorough` runs the rest of the table."""
+    """Every movement once, with arithmetic in turn."""
     kinds = (SUMMED, CAST, SINGLE, UNCLIPPED)
     for number, how in enumerate([*PLACEMENTS, *FILES, *SPLIT, *STREAMED, *WINDOWS, *OVERLAPS]):
-        for turn, what in enumerate(kinds):
-            name = f"{changed(how)} | {changed(what)}"
-            quick = turn == number % len(kinds) and number % 2 == 0
-            yield pytest.param(what, how, id=name) if quick else thorough(what, how, id=name)
-    begins = Movement(3, "cpu", "cpu", "cpu", overlap="backward")
-    yield pytest.param(UNCLIPPED, begins, id="backward")
+        yield kinds[number % len(kinds)], how
+    yield UNCLIPPED, Movement(3, "cpu", "cpu", "cpu", overlap="backward")
 
 
 @cache
@@ -64,23 +59,22 @@ def as_on_the_cpu(what: Arithmetic, steps: int = STEPS) -> list[object]:
     return everything(train(what, Movement(3), streams=inline(), steps=steps))
 
 
-@pytest.mark.parametrize(("what", "how"), list(rows()))
+@pytest.mark.parametrize(("what", "how"), list(rows()), ids=changed)
 def test_placement_changes_no_bit(what: Arithmetic, how: Movement) -> None:
     assert everything(train(what, how, streams=strict(), steps=STEPS)) == as_on_the_cpu(what)
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("how", "where"),
     [
-        Movement(3),
-        Movement(3, "device", "cpu", "cpu", "forward"),
-        thorough(Movement(3, "cpu", "cpu", "cpu", "backward")),
-        Movement(3, "nvme", "cpu", "nvme", "forward"),
-        thorough(Movement(3, "cpu", "cpu", shares(device=0.5, cpu=0.5)).but(state_dtype="int8")),
+        (Movement(3), "device"),
+        (Movement(3, "device", "cpu", "cpu", "forward"), "home"),
+        (Movement(3, "cpu", "cpu", "cpu", "backward"), "device"),
+        (Movement(3, "nvme", "cpu", "nvme", "forward"), "home"),
+        (Movement(3, "cpu", "cpu", shares(device=0.5, cpu=0.5)).but(state_dtype="int8"), "device"),
     ],
-    ids=changed,
+    ids=lambda value: changed(value) if isinstance(value, Movement) else value,
 )
-@pytest.mark.parametrize("where", ["device", "home"])
 def test_whole_matrices_come_up_and_go_back(how: Movement, where: str) -> None:
     """Through the ring of tiles, or updated on the host."""
     settings = dict(precision="bf16", accumulation=1 if how.overlap == "backward" else 2, steps=STEPS)
@@ -113,33 +107,6 @@ def test_each_matrix_moves_once_each_way(tier: str, kept: int, tmp_path: Path) -
             assert moved[f"blocks.{block}.muon.{shape}", direction] == (10 - 2 * kept) * numel
 
 
-@pytest.mark.parametrize("how", [Movement(3), ON_CPU, FILES[0], STREAMED[0]], ids=changed)
-def test_the_stream_of_the_user_changes_no_bit(how: Movement) -> None:
-    with of_the_user():
-        assert everything(train(SUMMED, how, streams=strict(), steps=STEPS)) == as_on_the_cpu(SUMMED)
-
-
-def test_another_stream_for_every_step() -> None:
-    """Who changes streams orders them, as everywhere in torch. What is gathered and collected follows."""
-    model, optimizer = prepared(SINGLE, ON_CPU, strict())
-    reference, plain = prepared(SINGLE, Movement(3), inline())
-    for (((x, y),),) in batches(1, 1)[:4]:
-        stream = torch.Stream("strict:0")
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
-            optimizer.backward(loss_of(model, (x.to("strict"), y.to("strict"))))
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.accelerator.current_stream().wait_stream(stream)
-        plain.backward(loss_of(reference, (x, y)))
-        plain.step()
-        plain.zero_grad()
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(optimizer.full_param(one), plain.full_param(other))
-    optimizer.close()
-    plain.close()
-
-
 def test_two_devices_in_one_process() -> None:
     """Two engines, each on its device, on two threads."""
     expected = as_on_the_cpu(SUMMED)
@@ -151,72 +118,49 @@ def test_two_devices_in_one_process() -> None:
     assert on_threads(lambda: on(0), lambda: on(1)) == [expected] * 2
 
 
-@pytest.mark.parametrize("to", ["cpu", "nvme"])
-@pytest.mark.parametrize("non_blocking", [thorough(False, id="blocking"), pytest.param(True, id="non-blocking")])
-def test_moves_between_steps_change_no_bit(to: str, non_blocking: bool, tmp_path: Path) -> None:
-    model, optimizer = _blocks(penstock.Placement(nvme_path=tmp_path, grads="cpu"))
-    for number, x in enumerate(inputs(4, torch.device("strict"))):
-        optimizer.backward(loss_of_blocks(model, x))
-        if number == 1:
-            optimizer.offload_states(to=to, non_blocking=non_blocking)
-            optimizer.reload_states(non_blocking=non_blocking)
+def moved(streams: Streams, **how: Any) -> list[Tensor]:
+    """Parameters of some steps, between which all state goes to files and comes back beside training."""
+    model, optimizer = prepared(Blocks, streams, **how)
+    for number in range(4):
+        optimizer.backward(loss_of(model, number, device=streams.device))
+        if streams.device.type != "cpu" and number in (1, 2):
+            optimizer.offload_states(to="nvme", non_blocking=True, include=None if number == 1 else {"optimizer"})
+            optimizer.reload_states(non_blocking=True)
         optimizer.step()
         optimizer.zero_grad()
-        if number == 2:
-            optimizer.offload_states(include={"optimizer", "master"}, to=to, non_blocking=non_blocking)
-    assert _equal(_parameters(model, optimizer), _trained_on_the_cpu(4))
-
-
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_activations_on_a_tier_change_no_bit(tier: str, tmp_path: Path) -> None:
-    everything_on_cpu = {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
-    model, optimizer = _blocks(
-        penstock.Placement(**everything_on_cpu, activations=tier, nvme_path=tmp_path), width=64, size=256
-    )
-    for x in inputs(3, torch.device("strict"), size=256):
-        optimizer.backward(loss_of_blocks(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert _equal(_parameters(model, optimizer), _trained_on_the_cpu(3, size=256))
-
-
-def test_a_save_beside_training_holds_its_step(tmp_path: Path) -> None:
-    model, optimizer = _blocks(penstock.Placement(params="cpu"))
-    saved = []
-    for number, x in enumerate(inputs(4, torch.device("strict"))):
-        optimizer.backward(loss_of_blocks(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
-        if number == 1:
-            optimizer.save(tmp_path / "beside", blocking=False)
-            saved = _trained_on_the_cpu(2)
-    optimizer.synchronize()
-    optimizer.load(tmp_path / "beside")
-    assert _equal(_parameters(model, optimizer), saved)
-
-
-def _blocks(placement: penstock.Placement, width: int = 64, size: int = 32):
-    del size
-    model = make_blocks(width)
-    stock = torch.optim.AdamW(model.parameters(), **HYPER)
-    return model, prepare_on(strict(), model, stock, placement=placement, options=penstock.Options(tile_bytes=8 * KIB))
-
-
-def _trained_on_the_cpu(steps: int, size: int = 32) -> list[Tensor]:
-    model = make_blocks()
-    optimizer = prepare_on(inline(), model, torch.optim.AdamW(model.parameters(), **HYPER))
-    for x in inputs(4, torch.device("cpu"), size=size)[:steps]:
-        optimizer.backward(loss_of_blocks(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
-    return _parameters(model, optimizer)
-
-
-def _parameters(model: torch.nn.Module, optimizer: penstock.Optimizer) -> list[Tensor]:
-    values = [optimizer.full_param(parameter).clone() for parameter in model.parameters()]
+    values = [optimizer.full_param(parameter) for parameter in model.parameters()]
     optimizer.close()
     return values
 
 
-def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+def test_moves_to_files_beside_training_change_no_bit() -> None:
+    how = {"grads": "cpu", "nvme_path": disks()[0]}
+    assert all(map(torch.equal, moved(strict(), **how), moved(inline())))
+
+
+def averaged(streams: Streams, tier: str, **how: Any) -> list[Tensor]:
+    """The parameters, their average, and what the model computes with it, where parts are trained later."""
+    model = Blocks()
+    model.blocks.requires_grad_(False)
+    model, optimizer = prepared(model, streams, precision="bf16", **how)
+    ema = penstock.EMA(optimizer, 0.5, tier=tier)  # type: ignore[arg-type]
+    later = {1: model.blocks[0], 2: model.blocks[1].up}  # a unit, and a part of one
+    for step in range(4):
+        if step in later:
+            thawed = later[step].requires_grad_(True)
+            optimizer.add_param_group({"params": list(thawed.parameters()), "lr": 1e-3})
+        optimizer.backward(loss_of(model, step, device=streams.device))
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+    with ema.applied(), torch.no_grad():
+        found = [model(batch_of(model).to(streams.device)).cpu()]
+        found += [optimizer.full_param(p) for p in model.parameters()]
+    found += [optimizer.full_param(p) for p in model.parameters()]
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize(("how", "tier"), [(ALL_ON_CPU, "device"), (ON_NVME, "nvme")], ids=["cpu", "nvme"])
+def test_averages_and_unfreezing_change_no_bit(how: dict[str, str], tier: str) -> None:
+    assert all(map(torch.equal, averaged(strict(), tier, **how), averaged(inline(), "device")))

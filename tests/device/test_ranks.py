@@ -11,22 +11,19 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.device.running import late_ranks, strict
+from tests.device.running import everything, late_ranks, strict
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, make_model, shares, train
-from tests.parity.test_simulated import everything
-from tests.support import run_ranks
 
 STEPS = 2
 KIB = 1 << 10
 SUMMED = Arithmetic(precision="bf16", accumulation=2, clip=0.5)
 UNCLIPPED = Arithmetic(precision="bf16", accumulation=2, no_sync=True)
 ROWS = [
-    (SUMMED, Movement(3)),
     (SUMMED, Movement(3, "cpu", "cpu", "cpu")),
     (SUMMED, Movement(1, "device", "cpu", "cpu")),
     (UNCLIPPED, Movement(3, "cpu", "cpu", "cpu", overlap="backward")),
-    (UNCLIPPED, Movement(3, "device", "device", "cpu", overlap="backward")),
     (SUMMED, Movement(3, "nvme", "cpu", "nvme")),
     (SUMMED, Movement(3, "cpu", shares(device=0.35, cpu=0.65), "cpu").but(tile_bytes=4 * KIB)),
     (SUMMED, Movement(2, "cpu", "cpu", "cpu").but(streamed_updates=0.5, tile_bytes=4 * KIB)),
@@ -44,15 +41,9 @@ def measured(work: Callable[[], Any]) -> tuple[Any, list[str]]:
     return result, native.take_races()
 
 
-QUICK = (1, 3, 5, 6, 8)
-OTHERS = tuple(number for number in range(len(ROWS)) if number not in QUICK)
-
-
-def rows(
-    rank: int, streams: Callable[[], Streams], on_device: bool, numbers: tuple[int, ...] = QUICK
-) -> list[list[object]]:
+def rows(rank: int, streams: Callable[[], Streams], on_device: bool) -> list[list[object]]:
     found = []
-    for what, how in (ROWS[number] for number in numbers):
+    for what, how in ROWS:
         transfers = how if on_device else Movement(how.stage)
         found.append(everything(train(what, transfers, streams=streams(), rank=rank, world_size=2, steps=STEPS)))
     return found
@@ -145,27 +136,10 @@ def expected() -> list[dict[str, Any]]:
     return run_ranks(with_a_cpu, 2)
 
 
-@pytest.mark.parametrize("number", QUICK, ids=[f"{changed(ROWS[n][1])} | {changed(ROWS[n][0])}" for n in QUICK])
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=[f"{changed(how)} | {changed(what)}" for what, how in ROWS])
 def test_two_ranks_change_no_bit(found, expected, number):
     for one, other in zip(found, expected, strict=True):
-        assert one["rows"][0][QUICK.index(number)] == other["rows"][QUICK.index(number)]
-
-
-def other_rows_with_a_device(rank: int) -> tuple[list[list[object]], list[str]]:
-    return measured(lambda: rows(rank, lambda: strict(rank), on_device=True, numbers=OTHERS))
-
-
-def other_rows_with_a_cpu(rank: int) -> list[list[object]]:
-    return rows(rank, inline, on_device=False, numbers=OTHERS)
-
-
-@pytest.mark.thorough
-def test_in_other_rows_two_ranks_change_no_bit_either():
-    on_devices, on_cpus = late_ranks(other_rows_with_a_device), run_ranks(other_rows_with_a_cpu, 2)
-    for (one, races), other in zip(on_devices, on_cpus, strict=True):
-        assert races == []
-        for number, of_device, of_cpu in zip(OTHERS, one, other, strict=True):
-            assert of_device == of_cpu, ROWS[number]
+        assert one["rows"][0][number] == other["rows"][number]
 
 
 def test_what_ranks_tell_each_other_in_backward_is_kept_until_it_was_told(found):

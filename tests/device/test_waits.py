@@ -23,7 +23,6 @@ from tests.parity.test_waits import (
     training,
 )
 from tests.parity.waits import Wait, listen, waits
-from tests.support import sampled
 
 # Needed by rows that look, clear, save or move, which are not here but in the table of simulated streams.
 ELSEWHERE = {
@@ -106,7 +105,7 @@ def reached_by(row: str) -> frozenset[str]:
     return seen
 
 
-@pytest.mark.parametrize("wait", sampled(WAITS, every=32), ids=lambda wait: wait.site)
+@pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.site)
 def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
     rows = []
     for row in ROWS:

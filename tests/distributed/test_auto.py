@@ -2,23 +2,23 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.config import Options, Placement
-from penstock.errors import PenstockError
 from penstock.planner.machine import Machine
 from penstock.planner.plans import Plan
 from penstock.planner.rates import Rate
 from penstock.planner.this_machine import remember
 from penstock.probe.fingerprint import fingerprint
+from tests.lib.ranks import run_ranks
+from tests.lib.refusals import said_by
 from tests.plans import small
-from tests.support import run_ranks
 
 OTHER = Placement(optimizer="cpu")
 TILES = Options(tile_bytes=1 << 14)
@@ -44,14 +44,6 @@ def trained(**arguments: Any) -> tuple[str | None, list[torch.Tensor]]:
     values = [optimizer.full_param(parameter) for parameter in model.parameters()]
     optimizer.close()
     return None if optimizer.plan is None else optimizer.plan.to_json(), values
-
-
-def refused(**arguments: Any) -> str:
-    try:
-        prepare(**arguments)[1].close()
-    except PenstockError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def probe_before(rank: int, folder: Path) -> None:
@@ -87,59 +79,39 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
         "files": trained(placement="auto", plan=mine),
         "batch": trained(placement="auto", batch=batch),
         "batches": list(batches),
-        "broken": refused(placement="auto", plan=broken),
-        "one rank alone": refused(placement="auto" if rank == 0 else None, plan=mine if rank == 0 else None),
-        "one has a batch": refused(placement="auto", **({"plan": mine} if rank == 0 else {"batch": batch})),
+        "broken": said_by(partial(prepare, placement="auto", plan=broken)),
+        "one rank alone": said_by(
+            partial(prepare, placement="auto" if rank == 0 else None, plan=mine if rank == 0 else None)
+        ),
+        "one has a batch": said_by(
+            partial(prepare, placement="auto", **({"plan": mine} if rank == 0 else {"batch": batch}))
+        ),
     }
     fails = True
     batches[:] = [rank]
-    found["failing batch"] = refused(placement="auto", batch=batch)
+    found["failing batch"] = said_by(partial(prepare, placement="auto", batch=batch))
     found["after all"] = trained(placement="auto", plan=mine)[0]
     return found
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(work, 2, tmp_path_factory.mktemp("plans"))
-
-
-def test_where_files_differ_all_take_the_first_ranks(ranks) -> None:
-    assert [found["files"][0] for found in ranks] == [plan(OTHER).to_json()] * 2
-    assert [found["by hand"][0] for found in ranks] == [None, None]
-
-
-def test_what_comes_of_it_is_what_arguments_by_hand_give(ranks) -> None:
-    for found in ranks:
-        for value, by_hand in zip(found["files"][1], found["by hand"][1], strict=True):
-            assert torch.equal(value, by_hand)
-
-
-def test_the_first_rank_plans_for_all(ranks) -> None:
-    one, other = ranks
+def test_all_take_the_first_ranks_plan_and_stop_where_it_fails(tmp_path: Path) -> None:
+    found = one, other = run_ranks(work, 2, tmp_path)
+    for of_rank in found:  # where files differ, the first rank's; and what comes of it is what arguments give
+        assert of_rank["by hand"][0] is None
+        assert of_rank["files"][0] == plan(OTHER).to_json()
+        assert all(map(torch.equal, of_rank["files"][1], of_rank["by hand"][1]))
+        assert "Ranks are out of step" in of_rank["one rank alone"]
+        assert 'Ranks differ in plan or batch: rank 0: "plan"; rank 1: "batch".' in of_rank["one has a batch"]
+        assert "no data" in of_rank["failing batch"]
+        assert "broken 0.json is not read: it is no JSON" in of_rank["broken"]
+        assert of_rank["after all"] == plan(OTHER).to_json(), "a refusal leaves nothing behind"
+    assert one["broken"].startswith("ConfigError: ")
+    assert other["broken"].startswith("EngineError: Rank 0 of 2 failed in prepare(placement='auto'), and this one")
+    # Where there is a batch, the first rank plans for all.
     assert one["batch"][0] == other["batch"][0]
     assert '"world_size": 2' in one["batch"][0]
     assert set(one["batches"]) == {0}
     assert other["batches"] == []
-
-
-def test_what_fails_on_the_first_rank_is_refused_on_all(ranks) -> None:
-    one, other = ranks
-    assert one["broken"].startswith("ConfigError: ")
-    assert "broken 0.json is not read: it is no JSON" in one["broken"]
-    assert other["broken"].startswith("EngineError: Rank 0 of 2 failed in prepare(placement='auto'), and this one")
-    assert "broken 0.json is not read: it is no JSON" in other["broken"]
-    assert "no data" in one["failing batch"]
-    assert "no data" in other["failing batch"]
-
-
-def test_ranks_that_ask_for_different_things_are_told(ranks) -> None:
-    for found in ranks:
-        assert "Ranks are out of step" in found["one rank alone"]
-        assert 'Ranks differ in plan or batch: rank 0: "plan"; rank 1: "batch".' in found["one has a batch"]
-
-
-def test_a_refusal_leaves_nothing_behind(ranks) -> None:
-    assert [found["after all"] for found in ranks] == [plan(OTHER).to_json()] * 2
 
 
 def on_a_mesh(rank: int, folder: Path) -> dict[str, Any]:
@@ -153,9 +125,11 @@ def on_a_mesh(rank: int, folder: Path) -> dict[str, Any]:
         "by hand": trained(mesh=mesh, placement=OTHER, overlap="forward", options=TILES)[1],
         "file": trained(mesh=mesh, placement="auto", plan=mine)[1],
         "batch": trained(mesh=mesh, placement="auto", batch=lambda: torch.randn(2, 32))[0],
-        "flat plan": refused(mesh=mesh, placement="auto", plan=flat),
-        "flat ranks": refused(placement="auto", plan=mine),
-        "tp": refused(mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), placement="auto", plan=mine),
+        "flat plan": said_by(partial(prepare, mesh=mesh, placement="auto", plan=flat)),
+        "flat ranks": said_by(partial(prepare, placement="auto", plan=mine)),
+        "tp": said_by(
+            partial(prepare, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), placement="auto", plan=mine)
+        ),
     }
 
 

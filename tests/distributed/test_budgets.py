@@ -7,9 +7,9 @@ import penstock
 from penstock import MemoryBudgetError, Options, Placement
 from tests.lib.engines import prepare_on
 from tests.lib.memory import disks
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate
 from tests.measured import PLACEMENTS, deep, measured
-from tests.support import run_ranks
 
 ROWS = [
     (0, "bf16", PLACEMENTS[0]),

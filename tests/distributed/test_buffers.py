@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 WIDTH = 8
 
@@ -49,29 +50,21 @@ def as_lists(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def buffers(rank: int, meshes: list[tuple[int, ...] | None], per_step: bool) -> list[Any]:
-    found = []
-    for shape in meshes:
+def buffers(rank: int, shapes: list[tuple[int, ...] | None]) -> None:
+    for shape in shapes:
         model = Net(seed=rank)
-        first = as_lists(Net(seed=0))
         held = model.codebook  # by somebody else
         mesh = None if shape is None else init_device_mesh("cpu", shape)
         given = torch.optim.AdamW(model.parameters())
         optimizer = penstock.prepare(model, given, precision="fp32", mesh=mesh)
-        same = as_lists(model) == first
-        found.append((same, model.codebook is held, model.alias.codebook is held))
-        if per_step:
-            optimizer.backward(model(torch.ones(4, WIDTH)).square().sum())
-            optimizer.step()
+        assert as_lists(model) == as_lists(Net(seed=0))
+        assert model.codebook is held
+        assert model.alias.codebook is held
+        optimizer.backward(model(torch.ones(4, WIDTH)).square().sum())
+        optimizer.step()
         optimizer.close()
-    return found
 
 
-def test_buffers_are_the_first_ranks_whatever_they_are() -> None:
-    for found in run_ranks(buffers, 2, [None, (2, 1), (1, 2)], True):
-        assert found == [(True, True, True)] * 3
-
-
-def test_over_copies_of_shards_too() -> None:
-    for found in run_ranks(buffers, 4, [(2, 2)], False):
-        assert found == [(True, True, True)]
+@pytest.mark.parametrize(("world_size", "shapes"), [(2, [None, (2, 1)]), (4, [(2, 2)])])
+def test_buffers_are_the_first_ranks_whatever_they_are(world_size: int, shapes: list[tuple[int, ...] | None]) -> None:
+    run_ranks(buffers, world_size, shapes)

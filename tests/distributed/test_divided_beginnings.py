@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from penstock import Options, Placement
+from penstock import Placement
 from penstock.errors import ConfigError
 from penstock.runtime.collectives import Collectives
-from tests.distributed.test_divided_parameters import CLIP, NVME, mesh_of, norm_of, prepared
+from tests.distributed.test_divided_parameters import CLIP, mesh_of, norm_of, prepared
 from tests.distributed.test_tensor_parallel import Model, batches, loss_of, make, parallelize, whole
-from tests.support import run_ranks, thorough
+from tests.lib.engines import ON_NVME
+from tests.lib.ranks import run_ranks
 
 
 def _loaded(rank: int, folder: str, path: str) -> None:
@@ -83,13 +84,13 @@ def on_meta(kind: type[Model], mesh: Any, tied: bool) -> Model:
     return model
 
 
-def _initialised(rank: int, sizes: tuple[int, ...], path: str) -> None:
+def _initialised(rank: int, path: str) -> None:
     """Each rank has its part of what one rank draws, and draws numbers of its own afterwards."""
-    mesh = mesh_of(*sizes)
+    mesh = mesh_of(2, 2)
     for kind, tied, placed in [
         (Model, False, {}),
         (Model, True, {}),
-        (Halved, False, {**NVME, "nvme_path": path}),
+        (Halved, False, {**ON_NVME, "nvme_path": path}),
     ]:
         torch.manual_seed(7)
         expected = kind(13)
@@ -119,45 +120,8 @@ def _initialised(rank: int, sizes: tuple[int, ...], path: str) -> None:
         optimizer.close()
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), thorough((2, 2))])
-def test_divided_parameters_are_initialised_as_on_one_rank(sizes: tuple[int, ...], tmp_path: Path) -> None:
-    run_ranks(_initialised, sizes[0] * sizes[1], sizes, str(tmp_path))
-
-
-def _llama(rank: int) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False)
-
-    def built() -> Any:
-        with torch.device("meta"):
-            return LlamaForCausalLM(config)
-
-    mesh = mesh_of(1, 2)
-    one, model = built(), built()
-    for layer in model.model.layers:
-        parallelize_module(
-            layer.mlp,
-            mesh["tp"],
-            {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()},
-        )
-    found = []
-    for each, shift in ((one, 0), (model, rank)):
-        torch.manual_seed(11 + shift)
-        optimizer = prepared(each, mesh, {}, weights="init")
-        found.append({name: optimizer.full_param(p) for name, p in each.named_parameters()})
-        optimizer.close()
-    whole_values, divided = found
-    assert any(hasattr(p, "full_tensor") for p in model.parameters())
-    assert all(torch.equal(divided[name], value) for name, value in whole_values.items())
-
-
-@pytest.mark.thorough
-def test_models_of_transformers_are_initialised_as_on_one_rank() -> None:
-    pytest.importorskip("transformers")
-    run_ranks(_llama, 2)
+def test_divided_parameters_are_initialised_as_on_one_rank(tmp_path: Path) -> None:
+    run_ranks(_initialised, 4, str(tmp_path))
 
 
 def _not_initialised(rank: int) -> str:
@@ -175,29 +139,6 @@ def test_a_model_that_is_not_initialised_has_its_dtensors_again() -> None:
     for said in run_ranks(_not_initialised, 2):
         assert "by its last module" in said
         assert "\n" not in said
-
-
-def _standing(rank: int) -> None:
-    from penstock.engine.unit.dtensor import let_go, standing_in
-
-    model = on_meta(Model, mesh_of(1, 2), tied=True)
-    weight = model.head.weight
-    with standing_in(model) as stand_ins:
-        whole = model.head.weight
-        assert whole is stand_ins[weight] is model.embedding.weight
-        assert type(whole) is nn.Parameter
-        assert (whole.shape, whole.is_meta) == ((13, 8), False)
-        whole.data = torch.ones(13, 8)
-        let_go(whole)
-        assert whole.untyped_storage().nbytes() == 4
-        assert bool(whole.isnan().all())
-        with pytest.raises(RuntimeError), torch.no_grad():
-            whole.normal_()  # somebody who comes too late hears of it
-    assert model.head.weight is model.embedding.weight is weight
-
-
-def test_what_stands_in_has_no_memory_once_its_values_are_home() -> None:
-    run_ranks(_standing, 2)
 
 
 def _joining(rank: int) -> None:
@@ -272,16 +213,15 @@ def _together(rank: int) -> tuple[int, int, list[float]]:
     model = nn.ModuleList(Wide(mesh["tp"], rank) for _ in range(9))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Collectives, "broadcast_alike", counted)
-        optimizer = prepared(model, mesh, {}, options=Options(timeout_s=20))
+        optimizer = prepared(model, mesh, {})
         first = len(sent)
         with optimizer.gathered(modify=True), torch.no_grad():
             for each in model:
                 each.scale.mul_(2 + rank)
                 each.shift.fill_(rank)
-        written = len(sent) - first
     found = [float(optimizer.full_param(p).sum()) for each in model for p in (each.scale, each.shift)]
     optimizer.close()
-    return first, written, found
+    return first, len(sent) - first, found
 
 
 def test_what_ranks_have_alike_travels_together_beside_uneven_parts() -> None:
@@ -323,7 +263,7 @@ def _twice(rank: int, path: str) -> None:
             model = Twice()
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp", "ep"], placements))
         torch.manual_seed(3 + rank)
-        placed = {**NVME, "nvme_path": path} if number % 2 else {}
+        placed = {**ON_NVME, "nvme_path": path} if number % 2 else {}
         optimizer = prepared(model, mesh, placed, weights="init", max_grad_norm=CLIP)
         for _ in range(2):
             torch.testing.assert_close(optimizer.full_param(model.weight), expected.weight.detach())

@@ -14,7 +14,7 @@ from penstock.checkpoint.reader import Checkpoint, checkpoints_in, summarize
 from penstock.checkpoint.tiles import TileWriter
 from penstock.ext.interop.dcp import import_checkpoint
 from tests.distributed.test_tensor_parallel import batches, loss_of, make, meshes, parallelize, whole
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 VOCABULARY = 13  # which two ranks do not divide evenly
 
@@ -152,7 +152,6 @@ def _of_torch(rank: int, folder: Path) -> dict[str, Any]:
     return {name: (value, found[name]) for name, value in expected.items()}
 
 
-@pytest.mark.thorough
 def test_checkpoints_of_torch_are_imported_into_divided_models(tmp_path: Path) -> None:
     for rows in run_ranks(_of_torch, 2, tmp_path):
         assert len(rows) == 3 * len(list(make(VOCABULARY).parameters()))

@@ -1,80 +1,87 @@
 """Engines of the same ranks: each has groups of its own, and leaves none."""
 
-from collections.abc import Callable
+import gc
+import threading
+from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime.streams import Streams
-from tests.lib.streams import inline, simulated
-from tests.parity.rows import Movement
-from tests.support import run_ranks, thorough
-from tests.unit.engine.test_engines import ON_DEVICE, SIDES, Side, close, make_model, play, what_there_is
+from tests.lib.engines import ON_CPU, ON_NVME, prepared
+from tests.lib.models import batch_of, stack
+from tests.lib.ranks import run_ranks
+from tests.lib.streams import inline, separate, simulated
 
-LATE = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="forward").but(tile_bytes=4 << 10)
+LATE = {**ON_CPU, "overlap": "forward"}
+#: What each of two engines is made of: its streams, by a seed, and how it is prepared.
+SIDES: list[tuple[Any, dict[str, Any]]] = [
+    (lambda seed: inline(), {**ON_NVME, "overlap": "forward"}),
+    (simulated, {**ON_CPU, "overlap": "backward", "stage": 0}),
+    (lambda seed: separate(), {"optimizer": "cpu", "stage": 1}),
+    (simulated, {"grads": {"device": 0.5, "cpu": 0.5}, "optimizer": "cpu", "stage": 2}),
+]
+ON_DEVICE = (lambda seed: inline(), {})
+PAIRS = [
+    ((simulated, LATE), (simulated, LATE)),  # whose threads run at another pace on each rank
+    (SIDES[0], SIDES[1]),
+    (SIDES[2], SIDES[3]),
+    (SIDES[3], SIDES[0]),
+]
 
 
-def train(rank: int, first: Any, second: Any, first_to_close: str) -> list[Tensor]:
-    actor, critic = Side(make_model(0), *first), Side(make_model(1), *second)
-    seen = play(actor, critic, first_to_close)
-    close(actor, critic)
+def train(rank: int, *sides: tuple[Any, dict[str, Any]], first_to_close: int = 0) -> list[Tensor]:
+    """Steps of two engines by turns, with losses through both; one is closed, and the other one goes on alone."""
+    made = [
+        prepared(stack(seed=number), streams(10 * number + rank), **how) for number, (streams, how) in enumerate(sides)
+    ]
+    (actor, _), (critic, _) = made
+    seen: list[Tensor] = []
+    for step in range(3):
+        x = batch_of(actor, step)
+        with made[0][1].no_sync(), made[1][1].no_sync():
+            for model, optimizer in made:
+                optimizer.backward(model(x).square().mean())
+        both = (critic(torch.tanh(actor(x))) - x).square().mean()
+        made[step % 2][1].backward(both)
+        seen.append(both.detach())
+        for _, optimizer in made[:: 1 if step % 2 else -1]:
+            seen.append(torch.tensor(optimizer.step().grad_norm))
+            optimizer.zero_grad()
+    last, optimizer = made[1 - first_to_close]
+    optimizer.backward(last(x).square().mean())
+    closed, other = made[first_to_close]
+    other.close()
+    seen += [p.detach().clone() for p in closed.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(last(x).square().mean())
+    optimizer.step()
+    seen += [optimizer.full_param(p) for p in last.parameters()]
+    optimizer.close()
     return seen
 
 
-def otherwise_on_rank(rank: int, pairs: list[tuple[Any, Any]]) -> list[str]:
-    """Pairs of engines, whose threads run at another pace on each rank."""
-    on_device = inline, ON_DEVICE
-    failures = []
-    for number, pair in enumerate(pairs):
-        first_to_close = ("actor", "critic")[number % 2]
-        expected = train(rank, on_device, on_device, first_to_close)
-        found = train(rank, *pair, first_to_close)
-        if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
-            failures.append(f"{pair}, closing the {first_to_close} first")
-    return failures
-
-
-def paced(seed: int, rank: int) -> Callable[[], Streams]:
-    def late() -> Streams:
-        return simulated(10 * seed + rank)
-
-    return late
-
-
-def late_on_rank(rank: int) -> list[str]:
-    return otherwise_on_rank(rank, [((paced(seed, rank), LATE), (paced(seed + 1, rank), LATE)) for seed in (0, 2)])
-
-
-def test_engines_whose_threads_run_at_their_own_pace_do_not_mix_up_their_collectives() -> None:
-    assert run_ranks(late_on_rank, 2) == [[], []]
-
-
-def sides_on_rank(rank: int, first: int) -> list[str]:
-    stages = [(make, how.but(stage)) for stage, (make, how) in zip((3, 0, 1, 2), SIDES, strict=True)]
-    return otherwise_on_rank(rank, [(stages[n], stages[(n + 1) % 4]) for n in range(first, first + 2)])
-
-
-@pytest.mark.parametrize("first", [0, thorough(2)])
-def test_engines_side_by_side_train_as_on_the_device(first: int) -> None:
-    assert run_ranks(sides_on_rank, 2, first) == [[], []]
-
-
-def left_on_rank(rank: int) -> list[Any]:
-    def life() -> None:
-        actor, critic = Side(make_model(0), *SIDES[0]), Side(make_model(1), *SIDES[3])
-        play(actor, critic, "actor")
-        close(actor, critic)
-
-    life()
+def side_by_side(rank: int) -> list[int]:
+    """Numbers of pairs that train otherwise than on the device; what they leave is compared after the first life."""
+    expected = [train(rank, ON_DEVICE, ON_DEVICE, first_to_close=first) for first in range(2)]
+    wrong = []
+    for number, pair in enumerate(PAIRS):
+        found = train(rank, *pair, first_to_close=number % 2)
+        wrong += [number] if not all(map(torch.equal, found, expected[number % 2])) else []
     before = what_there_is()
-    life()
-    after = what_there_is()
-    fewer = before.pop("descriptors") - after.pop("descriptors")  # gloo closes one of its own now and then
-    return [fewer >= 0 and before == after, len(dist.distributed_c10d._world.pg_names)]
+    train(rank, SIDES[0], SIDES[3])
+    assert what_there_is() == before
+    assert len(dist.distributed_c10d._world.pg_names) == 1
+    return wrong
 
 
-def test_after_the_last_close_everything_is_as_before_the_first_prepare() -> None:
-    assert run_ranks(left_on_rank, 2) == [[True, 1], [True, 1]]
+def what_there_is() -> tuple[int, Counter[str]]:
+    gc.collect()
+    kinds = map(type, gc.get_objects())
+    return threading.active_count(), Counter(t.__name__ for t in kinds if str(t.__module__).startswith("penstock."))
+
+
+def test_engines_side_by_side_train_as_on_the_device_and_leave_nothing() -> None:
+    assert run_ranks(side_by_side, 2) == [[], []]

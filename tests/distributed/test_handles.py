@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import penstock
-from penstock.errors import PenstockError
-from tests.lib.engines import prepare_on
-from tests.lib.streams import inline, separate
-from tests.support import run_ranks
+from tests.lib import engines
+from tests.lib.engines import sgd
+from tests.lib.ranks import run_ranks
+from tests.lib.refusals import said_by
 
 WIDTH = 16
 
@@ -46,21 +45,12 @@ def loss_of(model: nn.Module, rank: int, seed: int = 0) -> Tensor:
     return model(data, rank).float().square().sum()
 
 
-def prepared(stage: int = 3, streams: Any = separate, **rest: Any) -> tuple[Net, penstock.Optimizer]:
-    model = Net()
-    given = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    placement = penstock.Placement(params="cpu" if stage == 3 else "device")
-    return model, prepare_on(
-        streams(), model, given, precision="fp32", stage=stage, placement=placement, units=(Experts,), **rest
-    )
+def prepared(stage: int = 3) -> tuple[Net, penstock.Optimizer]:
+    where = "cpu" if stage == 3 else "device"
+    return engines.prepared(Net(), stock=stock, stage=stage, params=where, units=(Experts,))
 
 
-def said_by(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except PenstockError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+stock = partial(sgd, weight_decay=0.1)
 
 
 CLIPS: dict[str, Callable[[nn.Module], Tensor]] = {
@@ -71,34 +61,32 @@ CLIPS: dict[str, Callable[[nn.Module], Tensor]] = {
 }
 
 
-def clip_at(rank: int, stage: int) -> list[str]:
-    torch.set_num_threads(1)
+def clips(rank: int) -> list[str]:
     wrong = []
-    for name, clip in CLIPS.items():
-        model, optimizer = prepared(stage)
-        reference = Net()
-        stock = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-        for seed in range(2):
-            loss_of(model, rank, seed).backward()
-            for other in range(2):
-                (loss_of(reference, other, seed) / 2).backward()
-            norms = clip(model), clip(reference)
-            if not torch.allclose(*norms, rtol=1e-6, atol=0):
-                wrong.append(f"{name}: norms {norms}")
-            optimizer.step()
-            stock.step()
-            optimizer.zero_grad()
-            stock.zero_grad()
-        for (what, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            if not torch.allclose(optimizer.full_param(p), q, rtol=1e-6, atol=1e-7):
-                wrong.append(f"{name}: {what}")
-        optimizer.close()
+    for stage in (0, 1, 3):
+        for name, clip in CLIPS.items():
+            model, optimizer = prepared(stage)
+            reference = Net()
+            plain = stock(reference.parameters())
+            for seed in range(2):
+                loss_of(model, rank, seed).backward()
+                for other in range(2):
+                    (loss_of(reference, other, seed) / 2).backward()
+                norms = clip(model), clip(reference)
+                if not torch.allclose(*norms, rtol=1e-6, atol=0):
+                    wrong.append(f"{stage}, {name}: norms {norms}")
+                for each in (optimizer, plain):
+                    each.step()
+                    each.zero_grad()
+            for (what, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                if not torch.allclose(optimizer.full_param(p), q, rtol=1e-6, atol=1e-7):
+                    wrong.append(f"{stage}, {name}: {what}")
+            optimizer.close()
     return wrong
 
 
 def test_torchs_clipping_is_that_of_averaged_gradients() -> None:
-    for stage in (0, 1, 3):
-        assert run_ranks(clip_at, 2, stage) == [[], []]
+    assert run_ranks(clips, 2) == [[], []]
 
 
 def count_meetings(rank: int) -> list[int]:
@@ -125,16 +113,73 @@ def test_one_meeting_for_all_norms() -> None:
     assert run_ranks(count_meetings, 2) == [[1, 1, 1]] * 2
 
 
-def what_ranks_set(rank: int) -> dict[str, str]:
-    found = {}
+def assign(model: Net, value: float) -> None:
+    model.first.weight.grad = torch.full((WIDTH, WIDTH), value)
 
-    def run(name: str, change: Callable[[Net], object], verb: Callable[[Net, penstock.Optimizer], object]) -> None:
+
+def scale(model: nn.Module, factor: float) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(factor)
+
+
+def drop(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+def clip_later(model: Net, optimizer: penstock.Optimizer, rank: int) -> None:
+    with torch.no_grad():
+        loss_of(model, rank)  # takes over what was set
+    clip_grad_norm_(model.parameters(), 1.0)
+
+
+def step(model: Net, optimizer: penstock.Optimizer, rank: int) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def one_clips(model: Net, optimizer: penstock.Optimizer, rank: int) -> None:
+    optimizer.step() if rank else clip_grad_norm_(model.parameters(), 1.0)
+
+
+SET = ["Ranks differ in the gradient that was set for 'first.weight'"]
+#: What each rank does to gradients, what all call, and what all are told.
+REFUSED: dict[str, tuple[Callable[[Net, int], object], Callable[[Net, penstock.Optimizer, int], object], list[str]]] = {
+    "the same": (lambda net, rank: assign(net, 0.5), step, []),
+    "its own": (lambda net, rank: assign(net, 0.5 + rank), step, SET),
+    "its own, clipped": (lambda net, rank: assign(net, 0.5 + rank), clip_later, SET),
+    "one alone": (lambda net, rank: rank or assign(net, 0.5), step, SET),
+    "one drops": (
+        lambda net, rank: rank or drop(net.first),
+        step,
+        ["Ranks differ in the gradient that was dropped of 'first."],
+    ),
+    "one drops all": (lambda net, rank: rank or drop(net), step, ["Ranks differ in gradients that were dropped"]),
+    "scaled apart": (
+        lambda net, rank: scale(net.first, 0.5 + rank),
+        step,
+        ["Ranks differ in the factor of the gradient of 'first."],
+    ),
+    "all scaled apart": (lambda net, rank: scale(net, 0.5 + rank), step, ["Ranks differ in the scale of gradients"]),
+    "one clips": (
+        lambda net, rank: None,
+        one_clips,
+        ["Ranks are out of step", "step()", "the norm of gradients (torch.nn.utils.clip_grad_norm_"],
+    ),
+}
+
+
+def what_ranks_set(rank: int) -> None:
+    for name, (change, verb, texts) in REFUSED.items():
         model, optimizer = prepared()
         loss_of(model, rank).backward()
         before = [optimizer.full_param(p) for p in model.parameters()]
-        change(model)
-        found[name] = said_by(lambda: verb(model, optimizer))
-        if found[name]:
+        change(model, rank)
+        said = said_by(partial(verb, model, optimizer, rank))
+        assert bool(said) == bool(texts), (name, said)
+        assert all(text in said for text in texts), (name, said)
+        if said:
             assert all(torch.equal(optimizer.full_param(p), q) for p, q in zip(model.parameters(), before, strict=True))
             optimizer.zero_grad()
         loss_of(model, rank).backward()
@@ -142,85 +187,24 @@ def what_ranks_set(rank: int) -> dict[str, str]:
         assert not optimizer.step().skipped
         optimizer.close()
 
-    def assign(model: Net, value: float) -> None:
-        model.first.weight.grad = torch.full((WIDTH, WIDTH), value)
-
-    def step(model: Net, optimizer: penstock.Optimizer) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    run("the same", lambda model: assign(model, 0.5), step)
-    run("its own", lambda model: assign(model, 0.5 + rank), step)
-
-    def clip_later(model: Net, optimizer: penstock.Optimizer) -> None:
-        with torch.no_grad():
-            loss_of(model, rank)  # takes over what was set
-        clip_grad_norm_(model.parameters(), 1.0)
-
-    run("its own, clipped", lambda model: assign(model, 0.5 + rank), clip_later)
-    run("one alone", lambda model: rank or assign(model, 0.5), step)
-    run("one drops", lambda model: rank or setattr(model.first.weight, "grad", None), step)
-    run("one drops all", lambda model: rank or [setattr(p, "grad", None) for p in model.parameters()], step)
-    run("scaled apart", lambda model: model.first.weight.grad.mul_(0.5 + rank), step)
-    run(
-        "all scaled apart",
-        lambda model: [p.grad.mul_(0.5 + rank) for p in model.parameters() if p.grad is not None],
-        step,
-    )
-    run("one clips", lambda model: None, lambda m, o: o.step() if rank else clip_grad_norm_(m.parameters(), 1.0))
-    return found
-
 
 def test_what_ranks_do_to_gradients_must_be_the_same() -> None:
-    both = run_ranks(what_ranks_set, 2)
-    for found in both:
-        assert found.pop("the same") == ""
-        assert "Ranks are out of step" in (said := found.pop("one clips"))
-        assert "step()" in said
-        assert "the norm of gradients (torch.nn.utils.clip_grad_norm_" in said
-        assert "Ranks differ in the gradient that was set for 'first.weight'" in found.pop("its own")
-        assert "Ranks differ in the gradient that was set for 'first.weight'" in found.pop("its own, clipped")
-        assert "Ranks differ in the gradient that was set for 'first.weight'" in found.pop("one alone")
-        assert "Ranks differ in the gradient that was dropped of 'first.weight'" in found.pop("one drops")
-        assert "Ranks differ in gradients that were dropped" in found.pop("one drops all")
-        assert "Ranks differ in the factor of the gradient of 'first.weight'" in found.pop("scaled apart")
-        assert "Ranks differ in the scale of gradients" in found.pop("all scaled apart")
-        assert not found
+    run_ranks(what_ranks_set, 2)
 
 
-def one_looks(rank: int) -> str:
-    model, optimizer = prepared(streams=inline, options=penstock.Options(timeout_s=1))
-    loss_of(model, rank).backward()
-    said = "" if rank else said_by(lambda: get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-    dist.barrier()
-    optimizer.close(keep_params=False)
-    return said
-
-
-def test_a_norm_on_one_rank_alone_ends_at_the_timeout() -> None:
-    said, _ = run_ranks(one_looks, 2)
-    assert "hears nothing from another one in the norm of gradients" in said
-    assert "; rank 1 says nothing: " in said
-
-
-def held_back(rank: int) -> list[str]:
+def held_back(rank: int) -> None:
     model, optimizer = prepared(1)
     with optimizer.no_sync():
         loss_of(model, rank).backward()
-    said = [
-        said_by(lambda: clip_grad_norm_(model.parameters(), 1.0)),
-        said_by(lambda: model.first.weight.grad.mul_(0.5)),
-    ]
+    for use in (lambda: clip_grad_norm_(model.parameters(), 1.0), lambda: model.first.weight.grad.mul_(0.5)):
+        assert "Gradients of no_sync micro-batches are not reduced yet" in said_by(use)
     loss_of(model, rank).backward()
     clip_grad_norm_(model.parameters(), 1.0)
     assert not optimizer.step().skipped
-    said.append(said_by(lambda: nn.parallel.DistributedDataParallel(model)))
+    said = said_by(lambda: nn.parallel.DistributedDataParallel(model))
+    assert "DistributedDataParallel was put around a prepared Net" in said
     optimizer.close()
-    return said
 
 
 def test_what_is_not_reduced_is_not_clipped_and_ddp_is_refused() -> None:
-    for first, second, third in run_ranks(held_back, 2):
-        assert "Gradients of no_sync micro-batches are not reduced yet" in first
-        assert "Gradients of no_sync micro-batches are not reduced yet" in second
-        assert "DistributedDataParallel was put around a prepared Net" in third
+    run_ranks(held_back, 2)

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,19 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import penstock
 from penstock.runtime import collectives
 from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileRecords
-from tests.lib.engines import prepare_on
-from tests.lib.memory import disks, shorten_rings
+from tests.lib.engines import prepared
+from tests.lib.memory import shorten_rings
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import Movement
-from tests.support import run_ranks, thorough
 
 WIDTH, BLOCKS, STEPS = 32, 5, 3
-MOST_SECONDS = 0.02
-SOON = timedelta(seconds=15)
+MOST_SECONDS = 0.01
+SOON_SECONDS = 60.0
 SMALL = {"tile_bytes": 4 << 10, "prefetch_bytes": 16 << 10}
 IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(**SMALL)
 ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="forward").but(**SMALL)
@@ -108,18 +106,15 @@ def late_reads(seed: int) -> Iterator[None]:
 
 def train(rank: int, streams: Streams, how: Movement, *, group: Any = None, mesh: Any = None) -> list[Tensor]:
     """What is seen of some steps; the user has a metric of his own summed after each forward."""
-    model = make_model(group)
-    optimizer = prepare_on(
+    model, optimizer = prepared(
+        make_model(group),
         streams,
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
         stage=how.stage,
         placement=how.placement,
-        precision="fp32",
         units=(Centred,),
         mesh=mesh,
         overlap=how.overlap,
-        options=penstock.Options(**dict(how.options)),
+        **dict(how.options),
     )
     seen = []
     for step in range(STEPS):
@@ -139,23 +134,16 @@ def differences(ours: list[Tensor], theirs: list[Tensor]) -> list[int]:
     return [number for number, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
 
 
-def paced(rank: int) -> Callable[[], Streams]:
-    return lambda: simulated(7 + rank)
+def beside_a_users_own(rank: int) -> list[list[int]]:
+    expected, found = train(rank, inline(), Movement(overlap="none")), []
+    for how in (IN_FILES, ON_CPU, UPDATED_FROM_FILES):
+        with late_reads(rank):
+            found.append(differences(train(rank, simulated(7 + rank), how), expected))
+    return found
 
 
-def beside_a_users_own(rank: int, how: Movement, of: str) -> list[int]:
-    make = {"inline": inline, "separate": separate, "simulated": paced(rank)}[of]
-    expected = train(rank, inline(), Movement(overlap="none"))
-    with late_reads(rank):
-        return differences(train(rank, make(), how), expected)
-
-
-@pytest.mark.parametrize("of", [thorough("inline"), thorough("separate"), "simulated"])
-@pytest.mark.parametrize(
-    "how", [IN_FILES, ON_CPU, UPDATED_FROM_FILES], ids=["in files", "on cpu", "updated from files"]
-)
-def test_a_batch_norm_of_several_ranks_trains_as_without_offload(how: Movement, of: str) -> None:
-    assert run_ranks(beside_a_users_own, 2, how, of, timeout=SOON) == [[], []]
+def test_a_batch_norm_of_several_ranks_trains_as_without_offload() -> None:
+    assert run_ranks(beside_a_users_own, 2) == [[[], [], []]] * 2
 
 
 def beside_tensor_parallelism(rank: int) -> list[list[int]]:
@@ -170,7 +158,7 @@ def beside_tensor_parallelism(rank: int) -> list[list[int]]:
 
 
 def test_collectives_of_the_user_on_the_groups_of_the_mesh_keep_their_order() -> None:
-    assert run_ranks(beside_tensor_parallelism, 4, timeout=2 * SOON) == [[[], []]] * 4
+    assert run_ranks(beside_tensor_parallelism, 4) == [[[], []]] * 4
 
 
 @contextmanager
@@ -194,28 +182,23 @@ def noted(calls: list[tuple[str, bool]]) -> Iterator[None]:
         yield
 
 
-def calls_of(rank: int, how: Movement) -> list[tuple[str, bool]]:
-    calls: list[tuple[str, bool]] = []
-    with late_reads(rank), noted(calls):
-        train(rank, separate(), how)
-    return calls
+def calls_of(rank: int) -> list[list[tuple[str, bool]]]:
+    found = []
+    in_backward = Movement(params="cpu", grads="nvme", optimizer="cpu", overlap="backward").but(**SMALL)
+    for how in (IN_FILES, UPDATED_FROM_FILES, in_backward):
+        calls: list[tuple[str, bool]] = []
+        with late_reads(rank), noted(calls):
+            train(rank, separate(), how)
+        found.append(calls)
+    return found
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        IN_FILES,
-        UPDATED_FROM_FILES,
-        Movement(params="cpu", grads="nvme", optimizer="cpu", overlap="backward").but(**SMALL),
-    ],
-    ids=["in files", "updated from files", "updated in backward"],
-)
-def test_ranks_issue_all_collectives_in_one_order_from_the_threads_of_the_program(how: Movement) -> None:
+def test_ranks_issue_all_collectives_in_one_order_from_the_threads_of_the_program() -> None:
     """The same order among ours and the user's is what communicators of a device need as well."""
-    first, second = run_ranks(calls_of, 2, how, timeout=SOON)
-    assert [name for name, _ in first] == [name for name, _ in second]
-    assert {name.split(":")[0] for name, _ in first} == {"ours", "the user's"}
-    assert all(by_caller for _, by_caller in (*first, *second))
+    for first, second in zip(*run_ranks(calls_of, 2), strict=True):
+        assert [name for name, _ in first] == [name for name, _ in second]
+        assert {name.split(":")[0] for name, _ in first} == {"ours", "the user's"}
+        assert all(by_caller for _, by_caller in (*first, *second))
 
 
 class Read(threading.Event):
@@ -226,7 +209,7 @@ class Read(threading.Event):
         self._transfer, self._let = transfer, let
 
     def wait(self, timeout: float | None = None) -> bool:
-        assert self._let.wait(SOON.total_seconds() / 2), "nobody was to wait for it yet"
+        assert self._let.wait(SOON_SECONDS), "nobody was to wait for it yet"
         self._transfer.wait()
         return True
 
@@ -249,10 +232,7 @@ def forward_while_the_last_is_read(rank: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         shorten_rings(patch, 8)
         patch.setattr(FileRecords, "load", gated)
-        model = make_model()
-        stock = torch.optim.AdamW(model.parameters())
-        placement = penstock.Placement(params="nvme", nvme_path=disks(1)[0])
-        optimizer = prepare_on(separate(), model, stock, placement=placement, precision="fp32", units=(Centred,))
+        model, optimizer = prepared(make_model(), params="nvme", units=(Centred,))
         model[0].register_forward_hook(lambda *_: let.set() if started.is_set() else None)
         with torch.no_grad():
             model(torch.ones(2, WIDTH))
@@ -261,7 +241,7 @@ def forward_while_the_last_is_read(rank: int) -> bool:
 
 
 def test_a_unit_that_is_being_read_holds_nobody_up_before_its_turn() -> None:
-    assert run_ranks(forward_while_the_last_is_read, 2, timeout=SOON) == [True, True]
+    assert run_ranks(forward_while_the_last_is_read, 2) == [True, True]
 
 
 def keep_views(rank: int) -> list[Tensor]:
@@ -272,16 +252,8 @@ def keep_views(rank: int) -> list[Tensor]:
         block.register_forward_hook(
             lambda module, *_: kept.append(module.linear.weight.detach()) if rank == 0 else None
         )
-    block_bytes = (WIDTH * WIDTH + 256) * 4
-    optimizer = prepare_on(
-        separate(),
-        model,
-        torch.optim.AdamW(model.parameters()),
-        placement=penstock.Placement(params="cpu"),
-        precision="fp32",
-        units=(Centred,),
-        options=penstock.Options(live_bytes=3 * block_bytes, tile_bytes=4 << 10),
-    )
+    live_bytes = 3 * (WIDTH * WIDTH + 256) * 4  # of three blocks
+    model, optimizer = prepared(model, params="cpu", units=(Centred,), live_bytes=live_bytes)
     seen = []
     for _ in range(STEPS):
         loss = model(torch.ones(2, WIDTH)).square().sum()
@@ -294,5 +266,5 @@ def keep_views(rank: int) -> list[Tensor]:
 
 
 def test_views_that_one_rank_keeps_do_not_change_what_it_gathers_ahead() -> None:
-    first, second = run_ranks(keep_views, 2, timeout=SOON)
+    first, second = run_ranks(keep_views, 2)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 import penstock
 from penstock.config import TierName
 from penstock.errors import EngineError
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 LAYERS = 4
+PATIENCE_S = 10.0
 
 
 class Walk(nn.Module):
@@ -36,7 +38,7 @@ def walk(
     units: Sequence[type[nn.Module]] = (nn.Linear,),
 ) -> tuple[str, bool]:
     model = make()
-    options = penstock.Options(timeout_s=6)
+    options = penstock.Options(timeout_s=PATIENCE_S)
     stock = torch.optim.AdamW(model.parameters())
     optimizer = penstock.prepare(model, stock, units=units, precision="fp32", options=options)
     before = [p.clone() for p in make().parameters()]
@@ -49,22 +51,23 @@ def walk(
     if "could not finish" in said:
         return said, True
     same = all(torch.equal(optimizer.full_param(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    optimizer.close()
     return said, same
 
 
-def test_units_of_equal_size_in_another_order_are_not_mixed_up() -> None:
-    for said, unchanged in run_ranks(walk, 2, [[0, 1, 2, 3], [0, 2, 1, 3]]):
-        assert re.search(r"rank 0: the (gather|reduction) of unit 'layers\.[12]'", said)
-        assert "out of step" in said
-        assert unchanged
+def in_other_orders(rank: int) -> None:
+    """Units of equal size in another order are not mixed up; the same order is no error, whatever it is."""
+    said, unchanged = walk(rank, [[0, 1, 2, 3], [0, 2, 1, 3]])
+    assert re.search(r"rank 0: the (gather|reduction) of unit 'layers\.[12]'", said)
+    assert "out of step" in said
+    assert unchanged
+    assert not walk(rank, [[3, 1, 0], [3, 1, 0]])[0]
+    # Which expert is run inside a unit is no error.
+    assert not walk(rank, [[0], [1]], Routed, [Walk])[0]
 
 
-def test_a_layer_that_one_rank_skips_is_named() -> None:
-    orders = [[0, 1, 2, 3], [0, 1, 3]]
-    for rank, (said, _) in enumerate(run_ranks(walk, 2, orders)):
-        assert re.search(r"ank \d could not finish the (gather|reduction) of unit 'layers\.", said)
-        assert f"rank {1 - rank} could not finish" in said
-        assert "Ranks wait for 6 s at most: Options(timeout_s=)." in said
+def test_units_in_another_order_are_named_and_nothing_is_updated() -> None:
+    run_ranks(in_other_orders, 2)
 
 
 class Routed(nn.Module):
@@ -73,39 +76,20 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.mixture = Mixture()
+        self.mixture = Walk()
 
     def forward(self, x: Tensor, order: list[int]) -> Tensor:
         return self.mixture(x, order)
 
 
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor, order: list[int]) -> Tensor:
-        for index in order:
-            x = torch.tanh(self.experts[index](x))
-        return x
-
-
-def test_the_module_that_chooses_an_expert_is_named() -> None:
+def test_a_layer_that_one_rank_skips_and_the_module_that_chooses_are_named() -> None:
     orders = [[0, 1], [1]]
-    for rank, (said, _) in enumerate(run_ranks(walk, 2, orders, Routed, [nn.Linear])):
-        assert re.search(rf"Rank {rank} could not finish the", said)
-        assert "of unit 'mixture.experts." in said
-        assert "' (run by Mixture)" in said
+    for rank, (said, _) in enumerate(run_ranks(walk, 2, orders, Routed, [nn.Linear], fresh=True)):
+        assert re.search(rf"Rank {rank} could not finish the (gather|reduction) of unit 'mixture.layers\.", said)
+        assert f"rank {1 - rank} could not finish" in said
+        assert "' (run by Walk)" in said
         assert "must lie inside a unit: units=(<class of the module that chooses>,)." in said
-
-
-def test_which_expert_is_run_inside_a_unit_is_no_error() -> None:
-    assert [said for said, _ in run_ranks(walk, 2, [[0], [1]], Routed, [Mixture])] == ["", ""]
-
-
-def test_the_same_order_on_every_rank_is_no_error_whatever_it_is() -> None:
-    orders = [[3, 1, 0], [3, 1, 0]]
-    assert [said for said, _ in run_ranks(walk, 2, orders)] == ["", ""]
+        assert f"Ranks wait for {PATIENCE_S:g} s at most: Options(timeout_s=)." in said
 
 
 # A forward that one rank runs alone
@@ -155,7 +139,7 @@ def evaluated_alone(rank: int, tier: TierName, where: str, folder: str, stage: L
         units=(nn.Linear, nn.Embedding),
         precision="fp32",
         placement=placement,
-        options=penstock.Options(timeout_s=4 if where == "recorded" else 60),
+        options=penstock.Options(timeout_s=PATIENCE_S if where == "recorded" else 60),
     )
     said, losses = [], []
     for iteration in range(3):
@@ -185,50 +169,36 @@ Told = tuple[list[str], list[float]]
 
 
 def every_evaluation(rank: int, folder: str) -> dict[str, Told]:
-    return {
-        "cpu": evaluated_alone(rank, "cpu", "before", folder),
-        "nvme": evaluated_alone(rank, "nvme", "before", folder),
-        "before its step": evaluated_alone(rank, "cpu", "between", folder),
-        "none": evaluated_alone(rank, "cpu", "nowhere", folder),
-        "gathered": evaluated_alone(rank, "cpu", "gathered", folder),
-        "stage 2, none": evaluated_alone(rank, "cpu", "nowhere", folder, 2),
-        "stage 2": evaluated_alone(rank, "cpu", "before", folder, 2),
+    runs: dict[str, tuple[TierName, str, Literal[2, 3]]] = {
+        "cpu": ("cpu", "before", 3),
+        "nvme": ("nvme", "before", 3),
+        "before its step": ("cpu", "between", 3),
+        "none": ("cpu", "nowhere", 3),
+        "gathered": ("cpu", "gathered", 3),
+        "stage 2, none": ("cpu", "nowhere", 2),
+        "stage 2": ("cpu", "before", 2),
     }
+    return {name: evaluated_alone(rank, tier, where, folder, stage) for name, (tier, where, stage) in runs.items()}
 
 
-@pytest.fixture(scope="module")
-def evaluations(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Told]]:
-    """Of each rank, what became of evaluations that rank 0 runs alone."""
-    return run_ranks(every_evaluation, 2, str(tmp_path_factory.mktemp("swap")))
-
-
-@pytest.mark.parametrize(
-    ("case", "other"),
-    [("cpu", "a forward with gradients"), ("nvme", "a forward with gradients"), ("before its step", "step()")],
-)
-def test_an_evaluation_under_if_rank_0_is_named_on_all_ranks(
-    evaluations: list[dict[str, Told]], case: str, other: str
-) -> None:
+def test_an_evaluation_under_if_rank_0_is_named_on_all_ranks_unless_it_needs_no_other(tmp_path: Path) -> None:
     """The training steps around it are made: the error has changed nothing."""
-    for said, losses in (found[case] for found in evaluations):
-        assert [text.partition("). ")[0] for text in said] == [f"{EVALUATES}{other}"]
-        assert "Run a forward on every rank, also an evaluation under `if rank == 0`." in said[0]
-        assert "inside of `with optimizer.gathered():`, which every rank enters" in said[0]
-        assert losses == pytest.approx(evaluations[0]["none"][1][:2])
-
-
-@pytest.mark.parametrize(("case", "none"), [("gathered", "none"), ("stage 2", "stage 2, none")])
-def test_an_evaluation_of_one_rank_that_needs_no_other_changes_nothing(
-    evaluations: list[dict[str, Told]], case: str, none: str
-) -> None:
-    for found in evaluations:
-        assert found[case] == found[none]
-        assert not found[case][0]
+    forward = "a forward with gradients"
+    for found in run_ranks(every_evaluation, 2, str(tmp_path)):
+        for case, other in (("cpu", forward), ("nvme", forward), ("before its step", "step()")):
+            said, losses = found[case]
+            assert [text.partition("). ")[0] for text in said] == [f"{EVALUATES}{other}"]
+            assert "Run a forward on every rank, also an evaluation under `if rank == 0`." in said[0]
+            assert "inside of `with optimizer.gathered():`, which every rank enters" in said[0]
+            assert losses == pytest.approx(found["none"][1][:2])
+        for case, none in (("gathered", "none"), ("stage 2", "stage 2, none")):
+            assert found[case] == found[none]
+            assert not found[case][0]
 
 
 def test_a_forward_too_many_on_one_rank_ends_all_of_them_by_its_name() -> None:
     """Both have begun a forward with gradients; rank 0 begins another, and rank 1 its backward."""
-    (first, _), (second, _) = run_ranks(evaluated_alone, 2, "cpu", "recorded", "")
+    (first, _), (second, _) = run_ranks(evaluated_alone, 2, "cpu", "recorded", "", fresh=True)
     assert "Rank 0 of 2 hears nothing from another one in a forward with gradients" in first[0]
     assert re.search(r"Rank 1 could not finish the \w+ of unit '\w+'", second[0])
     assert "rank 0 could not finish a forward with gradients" in second[0]

@@ -16,7 +16,7 @@ from penstock.probe import measure as probing
 from penstock.probe.links import measure_collectives
 from penstock.probe.measure import measure
 from penstock.runtime.control_group import ControlGroup
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -10,26 +10,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock.planner.simulation.simulate import Setup, loss_of
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate
 from tests.parity.rows import Movement
 from tests.parity.test_simulation import MODELS, Row, optimizer_of
 from tests.simulations import STEPS, as_simulated, run_really, simulated
-from tests.support import run_ranks, thorough
 
 CPU = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="forward")
 NVME = Movement(params="nvme", grads="cpu", optimizer="nvme", overlap="forward")
 
 ROWS = [
-    Row("net", CPU),
     Row("net", CPU.but(stage=2), micro_batches=2),
     Row("net", NVME),
     Row("llama", CPU.but(stage=1), micro_batches=2),
     Row("llama", Movement(stage=0)),
     Row("recomputed", CPU),
-    Row("recomputed", Movement(stage=2, grads="cpu", optimizer="cpu"), "inline"),
+    Row("recomputed", Movement(stage=2, grads="cpu", optimizer="cpu").but(reduce_format="int4"), "inline"),
     Row("net", CPU.but(gather_format="int8")),
     Row("recomputed", Movement().but(gather_format="fp8", prefetch_bytes=1 << 14), "inline"),
-    Row("net", CPU.but(stage=2, reduce_format="int4"), "inline"),
 ]
 
 
@@ -76,28 +74,25 @@ def each_rank(rank: int, rows: list[Row], hybrid: bool) -> list[tuple[bool, bool
     return found
 
 
-@pytest.mark.parametrize("rows", [ROWS])
-def test_ranks_submit_what_a_rehearsal_of_one_does(rows: list[Row]) -> None:
-    for of_rank in run_ranks(each_rank, 2, rows, False):
-        assert of_rank == [(True, True)] * len(rows)
+def test_ranks_submit_what_a_rehearsal_of_one_does() -> None:
+    for of_rank in run_ranks(each_rank, 2, ROWS, False):
+        assert of_rank == [(True, True)] * len(ROWS)
 
 
-@pytest.mark.parametrize("row", [thorough(ROWS[0]), ROWS[5]])
-def test_so_do_ranks_of_a_hybrid_mesh(row: Row) -> None:
-    for of_rank in run_ranks(each_rank, 4, [row], True):
-        assert of_rank == [(True, True)]
-
-
-def test_so_do_ranks_in_nodes() -> None:
-    row = Row("recomputed", CPU.but(reduce_format="int8", secondary_shard=2))
-    for of_rank in run_ranks(each_rank, 4, [row], False):
+@pytest.mark.parametrize(
+    ("row", "hybrid"),
+    [(ROWS[4], True), (Row("recomputed", CPU.but(reduce_format="int8", secondary_shard=2)), False)],
+    ids=["copies of shards", "nodes"],
+)
+def test_so_do_four_ranks(row: Row, hybrid: bool) -> None:
+    for of_rank in run_ranks(each_rank, 4, [row], hybrid):
         assert of_rank == [(True, True)]
 
 
 def test_the_first_of_many_ranks_is_rehearsed_without_any() -> None:
     make, batch = MODELS["net"]
     model = make()
-    row = ROWS[0]
+    row = Row("net", CPU)
     setup = Setup(model, optimizer_of(model), batch, grid=Grid(shards=512, replicas=2), back_end="threads")
     _, found = simulated(setup, row.request(model))
     assert {c.ranks for job in found.program.jobs for c in job.collectives if c.name == "all_gather"} == {512}

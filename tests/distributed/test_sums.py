@@ -11,30 +11,22 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.engine.gradients.reduce import summing_bytes
-from penstock.rules.wire import WireName, pack_words, unpack_words
-from tests.parity.rows import Arithmetic, Block, Movement, batches, loss_of, make_model, prepared, train
-from tests.support import run_ranks, thorough
-from tests.wires import STREAMS, TILES, listening
+from penstock.rules.wire import WireName
+from tests.distributed.test_packed import carried, same
+from tests.distributed.wires import TILES, listening
+from tests.lib import engines
+from tests.lib.models import Blocks
+from tests.lib.ranks import run_ranks
+from tests.lib.streams import STREAMS
+from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, train
 
-WORDS = {"int8": 65, "int4": 33}
 SHARES = {"int8": 260 / 512, "int4": 132 / 512}
 
 
-def carried(value: Tensor, name: WireName) -> Tensor:
-    """What a rank gets of summands: by the reference, of one parameter alone, since blocks never span two."""
-    padded = nn.functional.pad(value.detach().flatten(), (0, -value.numel() % 256))
-    words = torch.empty(padded.numel() // 256, WORDS[name], dtype=torch.int32)
-    pack_words(name, padded, words)
-    found = torch.empty_like(padded, dtype=torch.float32)
-    unpack_words(name, found, words)
-    return found[: value.numel()].view(value.shape)
-
-
 def in_order(summands: Sequence[Tensor], name: WireName) -> Tensor:
-    total = carried(summands[0], name)
-    for summand in summands[1:]:
-        total = total + carried(summand, name)
-    return total
+    """What a rank gets of summands: by the reference, of one parameter alone, since blocks never span two."""
+    first, *rest = (carried(summand, name, torch.float32) for summand in summands)
+    return sum(rest, first)
 
 
 def hopped(summands: Sequence[Tensor], name: WireName, node: int) -> Tensor:
@@ -116,95 +108,74 @@ def trained(row: Row, rank: int, steps: int = 2) -> list[Tensor]:
 
 
 CPU = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="forward").but(**TILES)
-ROWS = [
-    Row(4, 2, "int4", Arithmetic(clip=0.5)),
-    Row(4, 2, "int4", Arithmetic(clip=0.5), CPU, "simulated"),
-    Row(4, 4, "int8", Arithmetic(precision="bf16", accumulation=2, accumulation_dtype=torch.float32)),
-    Row(4, 2, "int8", how=CPU.but(prefetch_bytes=0), streams="released"),
-    Row(4, 2, "int4", how=Movement().but(**TILES), shards=2),
-]
-MORE = [
-    Row(4, 4, "int4", Arithmetic(reduce_dtype=torch.bfloat16), Movement(stage=1, grads="cpu").but(**TILES)),
-    Row(4, 4, "int4", Arithmetic(), Movement(stage=2, optimizer="cpu").but(**TILES), "separate"),
-    Row(4, 2, "int8", Arithmetic(), Movement(grads="cpu", optimizer="cpu", overlap="backward"), "simulated"),
-    Row(4, 2, "int4", Arithmetic(), Movement(params="nvme", grads="nvme", optimizer="nvme").but(tile_bytes=1 << 14)),
-]
-EIGHT = [Row(8, 2, "int4"), Row(8, 4, "int8", how=CPU, streams="simulated"), Row(8, 2, "int4", shards=4)]
+ROWS = {
+    4: [
+        Row(4, 2, "int4", Arithmetic(clip=0.5)),
+        Row(4, 2, "int4", Arithmetic(clip=0.5), CPU, "late"),
+        Row(
+            4,
+            4,
+            "int8",
+            Arithmetic(precision="bf16", accumulation=2, accumulation_dtype=torch.float32),
+            Movement(stage=2, optimizer="cpu").but(**TILES),
+            "separate",
+        ),
+        Row(4, 2, "int8", how=CPU.but(prefetch_bytes=0), streams="released"),
+        Row(4, 2, "int4", how=Movement().but(**TILES), shards=2),
+        Row(4, 4, "int4", Arithmetic(reduce_dtype=torch.bfloat16), Movement(stage=1, grads="cpu").but(**TILES)),
+        Row(4, 2, "int8", how=Movement(grads="cpu", optimizer="cpu", overlap="backward"), streams="late"),
+        Row(4, 2, "int4", how=Movement(params="nvme", grads="nvme", optimizer="nvme").but(tile_bytes=1 << 14)),
+    ],
+    8: [Row(8, 2, "int4", how=CPU, streams="late")],
+}
 
 
-def rows(rank: int, of: list[Row]) -> list[list[Tensor]]:
-    return [trained(row, rank) for row in of]
+def rows(rank: int, world_size: int) -> list[list[Tensor]]:
+    return [trained(row, rank) for row in ROWS[world_size]]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def test_gradients_are_those_of_the_reference_and_ranks_never_drift() -> None:
-    of_ranks = run_ranks(rows, 4, ROWS)
-    first = of_ranks[0]
-    assert same(first[0], first[1]), "placement changes no bit"
-    for other in of_ranks[1:]:
-        assert all(map(same, first, other))
-
-
-@pytest.mark.parametrize(("world_size", "of"), [thorough(4, MORE, id="four"), thorough(8, EIGHT, id="eight")])
-def test_gradients_elsewhere(world_size: int, of: list[Row]) -> None:
-    first, *others = run_ranks(rows, world_size, of)
+@pytest.mark.parametrize("world_size", ROWS)
+def test_gradients_are_those_of_the_reference_and_ranks_never_drift(world_size: int) -> None:
+    first, *others = run_ranks(rows, world_size, world_size)
+    assert world_size != 4 or same(first[0], first[1]), "placement changes no bit"
     for other in others:
         assert all(map(same, first, other))
 
 
-def one_step(optimizer: penstock.Optimizer, model: nn.Module, batch: Any) -> penstock.StepResult:
-    optimizer.backward(loss_of(model, batch))
-    result = optimizer.step()
-    optimizer.zero_grad()
-    return result
-
-
 def traffic(rank: int) -> None:
     """Bytes by hop and group; of host ranks where nobody says how large a node is."""
+    node, others = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
     for name in ("int8", "int4"):
         for options, hosts in (({"secondary_shard": 2}, None), ({}, "2"), ({}, None)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.delenv("LOCAL_WORLD_SIZE", raising=False)
                 if hosts:
                     patch.setenv("LOCAL_WORLD_SIZE", hosts)
-                model = make_model()
-                stock = torch.optim.AdamW(model.parameters())
-                chosen = penstock.Options(reduce_format=name, update_threads=1, **options)
-                optimizer = penstock.prepare(model, stock, units=(Block,), precision="bf16", options=chosen)
+                model, optimizer = engines.prepared(Blocks, precision="bf16", reduce_format=name, **options)
             exact = sum(unit.nbytes for unit in optimizer._engine.context.units)
             with listening() as heard:
-                one_step(optimizer, model, batches(4, 1)[0][0][rank])
+                engines.train(model, optimizer)
             sent = {ranks: nbytes for (what, ranks), nbytes in heard.items() if what == "all_to_all"}
             if options or hosts:
-                node, others = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
                 assert sent == {node: exact * SHARES[name], others: exact * SHARES[name] / 2}
             else:
                 assert sent == {(0, 1, 2, 3): exact * SHARES[name]}
             assert not any(what == "reduce_scatter" for what, _ in heard)
             optimizer.close()
+    together(node, others)
 
 
-def test_bytes_by_hop_and_group() -> None:
-    run_ranks(traffic, 4)
-
-
-def together(rank: int) -> None:
+def together(node: tuple[int, ...], others: tuple[int, ...]) -> None:
     """All that ZeRO++ has, on two nodes of two ranks: scales included, by hop, forward and backward apart."""
-    model = make_model()
-    options = penstock.Options(gather_format="int8", reduce_format="int4", secondary_shard=2, prefetch_bytes=0)
-    stock = torch.optim.AdamW(model.parameters())
-    optimizer = penstock.prepare(model, stock, units=(Block,), precision="bf16", options=options)
+    everything = {"gather_format": "int8", "reduce_format": "int4", "secondary_shard": 2, "prefetch_bytes": 0}
+    model, optimizer = engines.prepared(Blocks, precision="bf16", **everything)
     units = optimizer._engine.context.units
     bf16 = 2 * sum(unit.layout.numel for unit in units)
     blocks = 2 * sum(unit.layout.numel for unit in units if "blocks" in unit.name)
     everyone = (0, 1, 2, 3)
-    node, others = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
     for number in range(2):
         with listening() as heard:
-            loss = loss_of(model, batches(4, 1)[number][0][rank])
+            loss = engines.loss_of(model, number)
         assert heard.keys() == {("all_gather", everyone)}
         assert heard["all_gather", everyone] / bf16 == pytest.approx(0.508, abs=5e-4)
         with listening() as heard:
@@ -224,8 +195,15 @@ def together(rank: int) -> None:
     optimizer.close()
 
 
-def test_bytes_of_everything_together() -> None:
-    run_ranks(together, 4)
+def test_bytes_by_hop_and_group() -> None:
+    run_ranks(traffic, 4)
+
+
+def one_step(optimizer: penstock.Optimizer, model: nn.Module, batch: Any) -> penstock.StepResult:
+    optimizer.backward(loss_of(model, batch))
+    result = optimizer.step()
+    optimizer.zero_grad()
+    return result
 
 
 def failing(rank: int) -> list[Any]:
@@ -261,12 +239,11 @@ def test_what_is_not_finite_skips_the_step_on_all_ranks() -> None:
 
 def held_back(rank: int) -> None:
     """Under `no_sync` one sum goes between ranks, of the micro-batches' sum."""
-    how = Movement(stage=1).but(reduce_format="int8", **TILES)
-    trace = train(Arithmetic(accumulation=2, no_sync=True), how, rank=rank, world_size=2, steps=2)
-    exact = train(
-        Arithmetic(accumulation=2, no_sync=True), Movement(stage=1).but(**TILES), rank=rank, world_size=2, steps=2
+    what, how = Arithmetic(accumulation=2, no_sync=True), Movement(stage=1).but(**TILES)
+    norms, exact = (
+        train(what, each, rank=rank, world_size=2, steps=2).norms for each in (how.but(reduce_format="int8"), how)
     )
-    for one, two in zip(trace.norms, exact.norms, strict=True):
+    for one, two in zip(norms, exact, strict=True):
         assert one != two
         assert one == pytest.approx(two, rel=0.02)
 

@@ -1,4 +1,4 @@
-"""Models whose parameters are DTensors, against plain torch with the same plan and against one rank."""
+"""Models whose parameters are DTensors: wherever state is, by hand, and with a plan of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,11 @@ from torch import Tensor, nn
 import penstock
 from penstock import Options, Placement
 from penstock.errors import ConfigError
-from tests.support import run_ranks, thorough
+from tests.lib.engines import ON_CPU, ON_NVME, assert_same_state
+from tests.lib.models import Block, llama
+from tests.lib.ranks import run_ranks
 
-STEPS = 4
-
-
-class Block(nn.Module):
-    """A norm, and two products that ranks divide."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+STEPS = 3
 
 
 class Model(nn.Module):
@@ -35,7 +24,7 @@ class Model(nn.Module):
     def __init__(self, vocabulary: int = 12) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, 8)
-        self.blocks = nn.ModuleList(Block(8, 24) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, vocabulary)
 
@@ -96,113 +85,51 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor if full is None else full()).detach().clone()
 
 
-def plainly(clip: float | None, vocabulary: int = 12) -> tuple[dict[str, Tensor], list[float]]:
-    """Train on one rank with torch alone."""
-    model = make(vocabulary)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    norms = []
-    for step in range(STEPS):
-        loss_of(model, batches(step, 0, 1)).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or 1e9)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, norms
-
-
-def trained(
-    tp: int, plan: str, vocabulary: int, clip: float | None, stage: int, precision: str, overlap: str, **placed: Any
-) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Train on all ranks; return parameters, norms, second moments and gradients, all whole."""
-    mesh = meshes(tp)
-    model = parallelize(make(vocabulary), mesh["tp"], plan)
-    of_torch = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def trained(precision: str, **placed: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Train on all ranks; return norms, and parameters with second moments and the last gradients, all whole."""
+    mesh = meshes(2)
+    model = parallelize(make(13), mesh["tp"], "sequence")
     optimizer = penstock.prepare(
         model,
-        of_torch,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
         mesh=mesh,
-        stage=stage,  # type: ignore[arg-type]
         precision=precision,  # type: ignore[arg-type]
-        overlap=overlap,  # type: ignore[arg-type]
-        max_grad_norm=clip,
+        max_grad_norm=0.5,
         placement=Placement(**placed),
         options=Options(tile_bytes=4096),
     )
-    data = mesh.get_local_rank("dp_shard")
-    norms = []
+    norms, found = [], {}
     for step in range(STEPS):
-        loss_of(model, batches(step, data, mesh.size(0))).backward()
-        grads = {name: optimizer.full_grad(p) for name, p in model.named_parameters()}
+        loss_of(model, batches(step, 0, 1)).backward()
+        found = {f"{name}: gradient": optimizer.full_grad(p) for name, p in model.named_parameters()}
         norms.append(optimizer.step().grad_norm)
         optimizer.zero_grad()
     full = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
-    moments = {name: optimizer.full_state(p, "exp_avg_sq") for name, p in model.named_parameters()}
+    found |= {f"{name}: moment": optimizer.full_state(p, "exp_avg_sq") for name, p in model.named_parameters()}
     with optimizer.gathered():
         for name, p in model.named_parameters():
             torch.testing.assert_close(whole(p).float(), full[name], rtol=1e-2, atol=1e-2)
     optimizer.close()
     for name, p in model.named_parameters():
         torch.testing.assert_close(whole(p), full[name], rtol=0, atol=0)  # as it was given: fp32, a proper DTensor
-    return full, norms, moments, grads
+    return norms, found | full
 
 
-def _rank(rank: int, *row: Any) -> Any:
-    *row, placed = row
-    return trained(*row, **placed)
+def _placed(rank: int, folder: str) -> None:
+    split = {"params": "cpu", "optimizer": {"device": 0.5, "cpu": 0.25, "nvme": 0.25}}
+    for precision, placements in (("fp32", [ON_CPU, ON_NVME]), ("bf16", [split])):
+        norms, expected = trained(precision)
+        for placed in placements:
+            found_norms, found = trained(precision, nvme_path=folder, **placed)
+            assert found_norms == norms
+            assert_same_state(found, expected)
 
 
-def everywhere(world: int, tp: int, plan: str, **changed: Any) -> list[Any]:
-    row = {"vocabulary": 12, "clip": None, "stage": 3, "precision": "fp32", "overlap": "auto"} | changed
-    names = ("vocabulary", "clip", "stage", "precision", "overlap")
-    placed = {name: value for name, value in row.items() if name not in names}
-    return run_ranks(_rank, world, tp, plan, *(row[name] for name in names), placed)
+def test_placement_never_changes_the_result(tmp_path: Path) -> None:
+    run_ranks(_placed, 2, str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("world", "tp", "plan", "changed"),
-    [
-        (2, 2, "plain", {}),
-        (2, 2, "sequence", {"clip": 0.5}),
-        (2, 2, "plain", {"vocabulary": 13, "clip": 0.5}),
-        (4, 2, "sequence", {"clip": 0.5, "vocabulary": 13}),
-        thorough(4, 2, "plain", {"stage": 2}),
-        thorough(4, 2, "plain", {"stage": 1, "clip": 0.5}),
-        thorough(4, 2, "plain", {"stage": 0}),
-        thorough(4, 2, "sequence", {"overlap": "backward"}),
-        thorough(8, 4, "plain", {"clip": 0.5, "vocabulary": 13}),
-        thorough(8, 2, "plain", {"clip": 0.5, "overlap": "forward"}),
-    ],
-)
-def test_training_is_that_of_one_rank(world: int, tp: int, plan: str, changed: dict[str, Any]) -> None:
-    expected, norms = plainly(changed.get("clip"), changed.get("vocabulary", 12))
-    for found, found_norms, _, _ in everywhere(world, tp, plan, **changed):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(
-                found[name], value, rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
-            )
-        torch.testing.assert_close(torch.tensor(found_norms), torch.tensor(norms), rtol=1e-5, atol=0)
-
-
-PLACED = [
-    {"params": "cpu", "grads": "cpu", "optimizer": "cpu"},
-    {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},
-    {"params": "cpu", "optimizer": {"device": 0.5, "cpu": 0.25, "nvme": 0.25}},
-]
-
-
-@pytest.mark.parametrize("precision", ["fp32", thorough("bf16")])
-def test_placement_never_changes_the_result(precision: str, tmp_path: Path) -> None:
-    (expected, norms, moments, grads), *_ = everywhere(2, 2, "sequence", clip=0.5, vocabulary=13, precision=precision)
-    for placed in PLACED:
-        row = {"clip": 0.5, "vocabulary": 13, "precision": precision, "nvme_path": str(tmp_path), **placed}
-        found = everywhere(2, 2, "sequence", **row)[0]
-        assert found[1] == norms
-        for ours, theirs in zip((found[0], *found[2:]), (expected, moments, grads), strict=True):
-            for name, value in theirs.items():
-                assert torch.equal(ours[name], value), (placed, name)
-
-
-def _refusals(rank: int) -> list[str]:
+def _refusals(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
@@ -223,31 +150,25 @@ def _refusals(rank: int) -> list[str]:
     uneven.weight = nn.Parameter(
         DTensor.from_local(part, both["tp"], [Shard(0)], run_check=False, shape=(4, 4), stride=(4, 1))
     )
-    cases: list[tuple[nn.Module, Any]] = [
-        (divided(tp_alone, Shard(0)), None),
-        (divided(shared, Shard(0)), shared),
-        (divided(both["tp"], Partial()), both),
-        (divided(both["tp"], Shard(0)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))),
-        (uneven, both),
+    cases: list[tuple[nn.Module, Any, list[str]]] = [
+        (divided(tp_alone, Shard(0)), None, ["'weight'", "no mesh"]),
+        (divided(shared, Shard(0)), shared, ["before fully_shard()", "mesh (dp_shard 2; ranks [0, 1])"]),
+        (divided(both["tp"], Partial()), both, ["partial sum"]),
+        (
+            divided(both["tp"], Shard(0)),
+            init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp")),
+            ["before fully_shard()"],
+        ),
+        (uneven, both, ["torch.chunk()"]),
     ]
-    said = []
-    for model, mesh in cases:
+    for model, mesh, texts in cases:
         with pytest.raises(ConfigError) as caught:
             penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh)
-        said.append(str(caught.value))
-    return said
+        assert all(text in str(caught.value) for text in texts)
 
 
 def test_what_cannot_be_trained_is_refused_with_both_meshes() -> None:
-    for said in run_ranks(_refusals, 2):
-        nothing, shared, partial, elsewhere, uneven = said
-        assert "'weight'" in nothing
-        assert "no mesh" in nothing
-        assert "before fully_shard()" in shared
-        assert "mesh (dp_shard 2; ranks [0, 1])" in shared
-        assert "partial sum" in partial
-        assert "before fully_shard()" in elsewhere
-        assert "torch.chunk()" in uneven
+    run_ranks(_refusals, 2)
 
 
 def _by_hand(rank: int, folder: str) -> dict[str, Any]:
@@ -306,48 +227,42 @@ def test_whole_values_go_in_and_out(tmp_path: Path) -> None:
         assert torch.equal(one[name], other[name])
 
 
-def _of_transformers(rank: int, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+def _of_transformers(rank: int, size: int, folders: list[Path]) -> list[tuple[list[float], dict[str, Tensor]]]:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoModelForCausalLM
 
-    size = dist.get_world_size()
-    torch.manual_seed(0)
-    if size == 1:
-        model, mesh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), None
-    else:
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto", device_mesh=mesh)
-        assert any(hasattr(p, "full_tensor") for p in model.parameters())
-    optimizer = penstock.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), mesh=mesh, precision="fp32", max_grad_norm=1.0
-    )
-    norms = []
-    for step in range(3):
-        ids = batches(step, 0, 1)
-        optimizer.backward(model(input_ids=ids, labels=ids).loss)
-        norms.append(optimizer.step().grad_norm)
-        optimizer.zero_grad()
-    full = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
-    optimizer.close()
-    return norms, full
+    found = []
+    for folder in folders:
+        if size == 1:
+            model, mesh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), None
+        else:
+            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto", device_mesh=mesh)
+            assert any(hasattr(p, "full_tensor") for p in model.parameters())
+        optimizer = penstock.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-3), mesh=mesh, precision="fp32", max_grad_norm=1.0
+        )
+        norms = []
+        for step in range(3):
+            ids = batches(step, 0, 1)
+            optimizer.backward(model(input_ids=ids, labels=ids).loss)
+            norms.append(optimizer.step().grad_norm)
+            optimizer.zero_grad()
+        found.append((norms, {name: optimizer.full_param(p) for name, p in model.named_parameters()}))
+        optimizer.close()
+    return found
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_model_of_transformers_with_its_own_plan(tmp_path: Path, tied: bool) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    (norms, expected), *_ = run_ranks(_of_transformers, 1, str(tmp_path))
-    for found_norms, found in run_ranks(_of_transformers, 2, str(tmp_path)):
-        assert found_norms == pytest.approx(norms, rel=1e-5)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-5)
+def test_models_of_transformers_with_their_own_plan(tmp_path: Path) -> None:
+    """Tied and not."""
+    pytest.importorskip("transformers")
+    folders = [tmp_path / "tied", tmp_path / "untied"]
+    for folder in folders:
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": folder.name == "tied"}
+        llama(width=16, **sizes).save_pretrained(folder)
+    expected = _of_transformers(0, 1, folders)
+    for of_rank in run_ranks(_of_transformers, 2, 2, folders):
+        for (norms, values), (found_norms, found) in zip(expected, of_rank, strict=True):
+            assert found_norms == pytest.approx(norms, rel=1e-5)
+            for name, value in values.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-5)

@@ -1,7 +1,7 @@
 """A small transformer-like model, and the plain torch loop it is compared with."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.runtime.streams import Streams
+from tests.lib.engines import prepare_on
 
 EVERYTHING_ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -69,6 +71,35 @@ def batches(count: int, device: torch.device, size: int = 32) -> list[Tensor]:
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     """A scalar that depends on every output."""
     return model(x).float().square().mean()
+
+
+def take_step(model: nn.Module, optimizer: penstock.Optimizer, x: Tensor) -> Tensor:
+    """Train on one batch; the loss, on its device."""
+    loss = loss_of(model, x)
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def train(
+    streams: Streams,
+    device: torch.device,
+    *,
+    between: Callable[[penstock.Optimizer, int], object] = lambda optimizer, step: None,
+    size: int = 32,
+    **rest: Any,
+) -> list[Tensor]:
+    """Losses and parameters of three steps; `between` is called after each."""
+    model = build()
+    optimizer = prepare_on(streams, model, torch.optim.AdamW(model.parameters(), **HYPER), **rest)
+    losses = []
+    for step, x in enumerate(batches(3, device, size=size)):
+        losses.append(take_step(model, optimizer, x))
+        between(optimizer, step)
+    parameters = [optimizer.full_param(p) for p in model.parameters()]
+    optimizer.close()
+    return [torch.stack(losses).cpu(), *parameters]
 
 
 class _Late(torch.autograd.Function):

@@ -16,11 +16,9 @@ import torch
 from penstock.rules import StateFormat
 from penstock.rules.device import DeviceUpdate, compile_pass, one_pass
 from penstock.rules.wire import WireName, pack_words, unpack_words
-from tests.support import thorough
-from tests.unit.rules.segments import copy_to, make, random_inputs, rule_and_hyper, telling_first
+from tests.unit.rules.segments import TELLING, copy_to, make, random_inputs, rule_and_hyper
 
 NUMEL = 1 << 20
-ROWS = [row if telling else thorough(*row) for row, telling in telling_first()]
 #: Operations on an element of fp32, beside those of its storage: products that are added as they are, other products,
 #: sums, differences, quotients and roots. They are those of csrc, operation by operation.
 OPERATIONS: dict[str, dict[str, int]] = {
@@ -77,7 +75,7 @@ def sass_of(kernel: Any) -> Counter[str]:
     return Counter(re.findall(r"\s([A-Z][A-Z0-9]+(?:\.\w+)*)\s", get_sass(kernel.asm["cubin"])))
 
 
-@pytest.mark.parametrize(("name", "storage", "format_"), ROWS, ids=str)
+@pytest.mark.parametrize(("name", "storage", "format_"), TELLING, ids=str)
 def test_updates_are_compiled_to_the_hosts_operations_on_vectors(
     kernels: list[Any], name: str, storage: tuple[Any, Any], format_: StateFormat
 ) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import penstock
-from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
+from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of, take_step
 from tests.lib.engines import prepare_on
 
 STEPS = 3
@@ -46,8 +46,7 @@ def run(
     return values
 
 
-@pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(("name", "foreach"), [("device", True), ("cpu", None), ("split", False)])
 def test_torchs_clipping_is_the_optimizers(make_streams, device, uncompiled, name, foreach):
     def torchs(model, optimizer):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=foreach)
@@ -78,8 +77,8 @@ def test_an_average_is_the_same_wherever_it_rests(make_streams, device, uncompil
         return after
 
     expected = run(make_streams(), device, PLACEMENTS["cpu"], after=averaging("cpu"))
-    for placement in PLACEMENTS.values():
-        assert_same(run(make_streams(), device, placement, after=averaging(tier)), expected, "averages")
+    for name in ("device", "split") if tier == "cpu" else ("device", "cpu"):
+        assert_same(run(make_streams(), device, PLACEMENTS[name], after=averaging(tier)), expected, "averages")
 
 
 def test_a_block_that_is_unfrozen_trains_the_same_everywhere(make_streams, device, uncompiled):
@@ -92,7 +91,7 @@ def test_a_block_that_is_unfrozen_trains_the_same_everywhere(make_streams, devic
             optimizer.add_param_group({"params": list(model.blocks[1].parameters()), "lr": 0.02})
 
     expected = run(make_streams(), device, PLACEMENTS["cpu"], before=freeze, after=unfreeze)
-    for placement in PLACEMENTS.values():
+    for placement in (PLACEMENTS["device"], PLACEMENTS["split"]):
         assert_same(run(make_streams(), device, placement, before=freeze, after=unfreeze), expected, "unfrozen")
 
 
@@ -119,7 +118,7 @@ def test_muon_is_the_same_wherever_it_rests(make_streams, device, uncompiled, st
     assert_same(run(make_streams(), device, placement, rule=muon), expected, storage)
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("name", ["cpu", "split"])
 def test_a_checkpoint_goes_on_in_another_placement(make_streams, device, uncompiled, name, tmp_path):
     """Saved after the first step, loaded by a run that has taken others."""
 
@@ -130,9 +129,7 @@ def test_a_checkpoint_goes_on_in_another_placement(make_streams, device, uncompi
     def load(model, optimizer, step, state):
         if step == 0:
             for x in batches(2, device, size=8):
-                optimizer.backward(loss_of(model, x))
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, x)
             optimizer.load(tmp_path / "saved")
 
     expected = run(make_streams(), device, PLACEMENTS["device"], after=save)

@@ -16,10 +16,8 @@ import penstock
 from penstock.runtime import accelerator
 from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.streams import HostEvent, Streams, WorkerThread
-from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, batches, build, is_emulated, loss_of
+from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, batches, build, is_emulated, loss_of, take_step
 from tests.lib.engines import prepare_on
-from tests.lib.streams import simulated
-from tests.support import thorough
 
 
 def test_gathered_parameters_follow_the_formula(make_streams, device):
@@ -36,9 +34,7 @@ def test_gathered_parameters_follow_the_formula(make_streams, device):
     units = {unit.name: unit for unit in optimizer._engine.context.units}
     root, block = units["root"].nbytes, units["blocks.0"].nbytes
     for x in batches(3, device):
-        optimizer.backward(loss_of(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
     gatherer = optimizer._engine.gatherer
     assert gatherer.peak_live_bytes == root + 2 * block
     assert gatherer.live_bytes == 0
@@ -76,9 +72,7 @@ def test_peak_device_memory_is_the_formula(device):
         optimizer.synchronize()
         torch.accelerator.synchronize(device)
         memory.reset_peak_memory_stats(device)
-        optimizer.backward(loss_of(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
     optimizer.synchronize()
     torch.accelerator.synchronize(device)
     peak = memory.max_memory_allocated(device) - empty
@@ -105,9 +99,7 @@ def test_the_host_waits_for_nothing_inside_forward_and_backward(make_streams, de
     )
     inputs = batches(3, device)
     for x in inputs[:2]:  # learn the order, fill the caches
-        optimizer.backward(loss_of(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
     optimizer.synchronize()  # a forward may wait for the update of the step before
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -203,52 +195,8 @@ def test_a_step_copies_pageable_memory_once_for_its_norm(device, uncompiled, pla
 
 def test_copies_run_beside_compute(device):
     """Gradients go down and parameters come up while compute goes on."""
-    if is_emulated():
-        pytest.skip("an emulation has no copies beside kernels")
-    if device.type == "cpu":
-        _copies_hide_behind_simulated_compute()
-    elif device.type == "cuda":
-        _copies_overlap_kernels(device)
-    else:
-        pytest.skip("no profiler tells when this device copies")
-
-
-def _copies_hide_behind_simulated_compute():
-    """Movements take 4 ms each, a block 10 ms of compute: gathered ahead, only the first is waited for."""
-
-    def slow_step(prefetch_bytes: int) -> float:
-        model = build()
-        for block in model.blocks:
-            block.register_forward_hook(lambda *_: time.sleep(0.01))
-        streams = simulated(most_seconds=0)
-        streams._delay = lambda stream, nbytes: 0.004 if stream != "update" else 0.0
-        optimizer = prepare_on(
-            streams,
-            model,
-            torch.optim.AdamW(model.parameters(), **HYPER),
-            placement=EVERYTHING_ON_CPU,
-            options=penstock.Options(prefetch_bytes=prefetch_bytes),
-        )
-        seconds = []
-        for x in batches(6, torch.device("cpu")):
-            started = time.perf_counter()
-            loss = loss_of(model, x)
-            seconds.append(time.perf_counter() - started)
-            optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.close()
-        return sorted(seconds[1:])[len(seconds[1:]) // 2]
-
-    # Four blocks of 10 ms compute; serially each of the five units adds its upload of 4 ms, ahead only the first does.
-    for _ in range(5):  # other work of the machine can hide it
-        ahead, serial = slow_step(1 << 30), slow_step(0)
-        if serial - ahead > 0.010:
-            return
-    pytest.fail(f"{ahead:.3f} s ahead, {serial:.3f} s one after the other")
-
-
-def _copies_overlap_kernels(device: torch.device) -> None:
+    if is_emulated() or device.type != "cuda":
+        pytest.skip("there are no copies beside kernels, or no profiler tells of them")
     from torch.profiler import ProfilerActivity, profile
 
     model = build(width=2048, depth=4)
@@ -257,9 +205,7 @@ def _copies_overlap_kernels(device: torch.device) -> None:
     )
     inputs = batches(3, device, size=16384)
     for x in inputs[:2]:
-        optimizer.backward(loss_of(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
     optimizer.synchronize()  # the copies of the last update are no part of what follows
     torch.accelerator.synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
@@ -296,12 +242,10 @@ def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return joined
 
 
-@pytest.mark.parametrize("steps", [100, thorough(1000)])
 @pytest.mark.parametrize("streamed", [0.0, 0.5])
-def test_device_memory_does_not_creep(make_streams, device, uncompiled, streamed, steps):
+def test_device_memory_does_not_creep(make_streams, device, uncompiled, streamed):
     """What is allocated after the first steps is what is allocated after many."""
-    if device.type == "cpu":
-        steps = 8
+    steps = 8 if device.type == "cpu" else 100
     model = build()
     optimizer = prepare_on(
         make_streams(),
@@ -320,14 +264,12 @@ def test_device_memory_does_not_creep(make_streams, device, uncompiled, streamed
     inputs = batches(4, device)
     early = (0, 0, 0)
     for step in range(steps):
-        optimizer.backward(loss_of(model, inputs[step % len(inputs)]))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, inputs[step % len(inputs)])
         if step == steps // 2:
             early = taken()
     late = taken()
-    # A second buffer of a size is made when the first one is still in use: that may happen late. A leak of 2 KiB a step
-    # would be more.
+    # A second buffer of a size is made when the first one is still in use: that may happen late. A leak of 20 KiB a
+    # step would be more.
     slack = 0 if device.type == "cpu" else 2 * max(unit.nbytes for unit in engine.context.units)
     for before, after, what in zip(early, late, ("allocated", "buffers of gradients", "gathered at most"), strict=True):
         assert after <= before + slack, f"{what}: {before:,} bytes after half of the steps, {after:,} after all"
@@ -350,7 +292,8 @@ def test_the_watch_sees_every_thread_and_only_waits_that_wait(make_streams, devi
     with _watched_waits(streams, device) as waits:
         other = threading.Thread(target=event.synchronize, name="autograd's")
         other.start()
-        time.sleep(0.05)
+        while real == "a wait" and not waits:
+            time.sleep(0.001)
         go.set()
         other.join()
     assert [wait.rpartition(" on ")[2] for wait in waits] == (["autograd's"] if real == "a wait" else [])

@@ -17,7 +17,8 @@ from penstock.runtime import host_memory
 from penstock.runtime.host_memory import Arena
 from penstock.runtime.system import device_node
 from penstock.tiers.host import bounce_bytes
-from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
+from tests.gpu import models
+from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, take_step
 from tests.lib.engines import prepare_on
 from tests.lib.memory import pinning_on_cpu
 
@@ -26,17 +27,8 @@ RINGS = bounce_bytes(TILE_BYTES) + 4 * TILE_BYTES  # less than any home has
 
 
 def train(streams, device, placement: penstock.Placement = EVERYTHING_ON_CPU, **options: int) -> list[Tensor]:
-    model = build()
-    stock = torch.optim.AdamW(model.parameters(), **HYPER)
-    options = {"tile_bytes": TILE_BYTES, **options}
-    optimizer = prepare_on(streams, model, stock, placement=placement, options=penstock.Options(**options))
-    for x in batches(3, device):
-        optimizer.backward(loss_of(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
-    parameters = [optimizer.full_param(p) for p in model.parameters()]
-    optimizer.close()
-    return parameters
+    tiles = {"tile_bytes": TILE_BYTES, **options}
+    return models.train(streams, device, placement=placement, options=penstock.Options(**tiles))
 
 
 def needs_cuda(device: torch.device) -> None:
@@ -138,8 +130,9 @@ print(sum(float(p.double().sum()) for p in train(streams_for(device), device)))
 """
 
 
-def test_a_low_limit_of_locked_memory_does_not_end_a_run():
+def test_a_low_limit_of_locked_memory_does_not_end_a_run(device):
     """Whether the driver counts what it registers depends on its version and on the container."""
+    needs_cuda(device)
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
@@ -181,9 +174,7 @@ def test_a_save_of_device_state_passes_pinned_memory(make_streams, device, uncom
     model = build()
     optimizer = prepare_on(make_streams(), model, torch.optim.AdamW(model.parameters(), **HYPER))
     for x in batches(2, device):
-        optimizer.backward(loss_of(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
     expected = [optimizer.full_param(p) for p in model.parameters()]
     optimizer.save(tmp_path / "a", blocking=False)
     optimizer.synchronize()

@@ -10,7 +10,6 @@ from torch import Tensor
 from penstock.rules import StateFormat
 from penstock.rules.device import DeviceUpdate, compile_pass, one_pass
 from penstock.rules.wire import WireFormat, WireName, pack_words, unpack_words
-from tests.support import thorough
 from tests.unit.rules.segments import (
     TELLING,
     copy_to,
@@ -21,15 +20,10 @@ from tests.unit.rules.segments import (
     random_inputs,
     rule_and_hyper,
     same_bits,
-    telling_first,
 )
 
 # The compiler takes many seconds for a row on a cpu: there one, with states and parameter rounded by random bits.
-ROWS = (
-    [row if telling else thorough(*row) for row, telling in telling_first()]
-    if torch.accelerator.is_available()
-    else [TELLING[1]]
-)
+ROWS = TELLING if torch.accelerator.is_available() else [TELLING[1]]
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import penstock
 from penstock.rules import device as device_rules
-from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
-from tests.support import run_ranks
+from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of, take_step
+from tests.lib.ranks import run_ranks
 
 STEPS = 3
 PLACEMENTS = {
@@ -38,9 +38,7 @@ def train(placement: penstock.Placement, inputs: list[torch.Tensor], overlap: st
         model, torch.optim.AdamW(model.parameters(), **HYPER), placement=placement, max_grad_norm=0.5, overlap=overlap
     )
     for x in inputs:
-        optimizer.backward(loss_of(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, x)
     return model, optimizer
 
 
@@ -56,9 +54,7 @@ def test_everything_lands_on_the_device_that_was_current_in_prepare(device, unco
         with module.device(chosen):
             model, optimizer = train(PLACEMENTS[placement], inputs[:1])
         for x in inputs[1:]:
-            optimizer.backward(loss_of(model, x))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, x)
         assert {parameter.device for parameter in model.parameters()} == {chosen}
         optimizer.synchronize()
         parameters = [optimizer.full_param(p) for p in model.parameters()]

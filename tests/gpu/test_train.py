@@ -52,6 +52,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_run_on_the_device_learns_what_one_on_the_cpu_learns(
     device: torch.device, uncompiled: None, files: dict[str, Any], tmp_path: Path, name: str
 ) -> None:
+    if device.type == "cpu" and name != "int8":
+        pytest.skip("where the device is the cpu, one row tells as much")
     changes, placement = ROWS[name]
     settings = COMMON | files | MEASURED | changes
     on_device = settings | {"use_cpu": device.type == "cpu"}

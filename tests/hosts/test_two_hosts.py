@@ -4,11 +4,9 @@ import contextlib
 import json
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,14 +17,13 @@ import torch
 
 from tests.hosts import two
 from tests.hosts.work import BLOCKS, DISKS, ROWS, STEPS, TINY, UNIT_BYTES, train_all
-from tests.support import run_ranks, thorough
+from tests.lib.ranks import run_ranks
 
 MIB = 1 << 20
 MOST_SECONDS = 200
 # What frames add: 66 bytes of headers to each 1,448, and 66 for the acknowledgement of each two that come.
 OVERHEAD = (1448 + 66 + 33) / 1448
 CONTROL_BYTES = 24 << 10  # for each step: norms, what ranks compare, and the barriers of the measurement itself
-START_SECONDS = 30.0
 
 # What a host sends per step and block, in units of a block's bytes. In a ring of four ranks, two on each host, one rank
 # of each sends to the other host: 3/4 in a gather. gloo sums to shards as it sums to all, and sends 3/4 twice. Of two
@@ -35,7 +32,6 @@ GATHER, ALL_REDUCE, COPIES = 3 / 4, 3 / 2, 1.0
 PER_BLOCK = {
     "hybrid": COPIES,
     "sharded": 2 * GATHER + ALL_REDUCE,
-    "hybrid, stage 2": COPIES,
     "sharded, stage 2": GATHER + ALL_REDUCE,
     "copies": ALL_REDUCE,
 }
@@ -72,9 +68,9 @@ def _allowed() -> None:
         pytest.skip(f"two hosts on one machine: {refused()}")
 
 
-def on_two_hosts(folder: Path, mbit: int) -> list[dict[str, Any]]:
+def on_two_hosts(folder: Path) -> list[dict[str, Any]]:
     """What each rank has found."""
-    with hosts(folder, mbit=mbit, module="tests.hosts.work", arguments=[str(folder)]) as process:
+    with hosts(folder, module="tests.hosts.work", arguments=[str(folder)]) as process:
         _, said = process.communicate(timeout=MOST_SECONDS)
     logs = "\n".join(f"{log}:\n{log.read_text()[-3000:]}" for log in sorted(folder.glob("*/log")))
     assert process.returncode == 0, f"{said.decode()}\n{logs}"
@@ -88,26 +84,25 @@ def same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("mbit", [500, thorough(50)])
-def test_two_hosts_train_as_one_and_send_what_is_stated(tmp_path: Path, mbit: int) -> None:
-    on_each = on_two_hosts(tmp_path, mbit)
+def test_two_hosts_train_as_one_and_send_what_is_stated(tmp_path: Path) -> None:
+    on_each = on_two_hosts(tmp_path)
     assert [found["host"] for found in on_each] == ["a", "a", "b", "b"]
     # 1. The same results as on one host, on disks too, whatever the clocks say.
     for found, expected in zip(on_each, run_ranks(train_all, 4), strict=True):
         for row in ROWS:
             same_bits(found["rows"][row.name], expected[row.name])
         same_bits(found["disks"], expected[DISKS.name])
-        check_link(found["rows"], mbit)
+        check_link(found["rows"])
         check_disks(found["disks"])
     # 2. Who refuses is named, with its host.
-    *others, (kind, _) = (found["stranger"] for found in on_each)
-    assert kind == "ConfigError"
-    for kind, text in others:
-        assert kind == "EngineError"
-        assert text.startswith("Rank 3 of 4 (host b) failed in full_param(), and this one stops with it. ConfigError: ")
+    *others, own = (found["stranger"] for found in on_each)
+    assert own.startswith("ConfigError: ")
+    for said in others:
+        assert said.startswith("EngineError: Rank 3 of 4 (host b) failed in full_param(), and this one stops with it. ")
+        assert own in said
 
 
-def check_link(rows: dict[str, Any], mbit: int) -> None:
+def check_link(rows: dict[str, Any]) -> None:
     """Hold the bytes that a host has sent against what is stated."""
     for name, per_block in PER_BLOCK.items():
         stated = STEPS * BLOCKS * UNIT_BYTES * per_block
@@ -118,47 +113,17 @@ def check_link(rows: dict[str, Any], mbit: int) -> None:
     values = BLOCKS * UNIT_BYTES * 2
     for row in ROWS:
         if row.name in PER_BLOCK:
-            nbytes, seconds = rows[row.name]["first_step"]
             step = BLOCKS * UNIT_BYTES * PER_BLOCK[row.name]
             most = (values * (1 if row.copies == 2 else 2) + step) * OVERHEAD + 16 * CONTROL_BYTES
-            assert nbytes < most, row.name
-            assert seconds < START_SECONDS + 2 * most / (mbit * 1e6 / 8), row.name
+            assert rows[row.name]["first_step"] < most, row.name
 
 
 def check_disks(found: dict[str, Any]) -> None:
     """Host b's disk has room for one rank's files and not for two ranks'; all refuse, and leave nothing."""
-    kind, text = found["refused"]
-    assert kind == "NvmeError"
+    text = found["refused"]
     assert text.startswith(
-        "Host b, rank 2: The nvme tier needs 41,943,040 bytes on this rank; the ranks of host b need "
+        "NvmeError: Host b, rank 2: The nvme tier needs 41,943,040 bytes on this rank; the ranks of host b need "
     )
     assert "Host a" not in text
     assert "/b/disk' has " in text
     assert found["left"] == found["left after"] == []
-
-
-def test_nothing_is_left_of_hosts_that_are_killed(tmp_path: Path) -> None:
-    with hosts(tmp_path, seconds=600) as process:
-        ended = time.monotonic() + 60
-        while len(of_run(tmp_path)) < 5:  # both hosts, and what has started them
-            assert time.monotonic() < ended
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        while of_run(tmp_path):
-            assert time.monotonic() < ended
-            time.sleep(0.05)
-    assert not list(tmp_path.glob("*/disk/*"))
-    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
-    assert two.link_of(0) not in Path("/proc/self/net/dev").read_text()
-
-
-def of_run(folder: Path) -> list[str]:
-    """The processes that have this folder in their command."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if str(folder) in Path(process, "cmdline").read_text():
-                found.append(process.name)
-    return found

@@ -6,8 +6,7 @@ of processes: when it ends, however it does, the kernel ends all of them, and ta
 Nothing has a name that another run could have.
 
 A spec is a file of JSON: `folder` for what is written, `mbit` of the link in each direction, `hosts` with the name of
-each and the size of its disk, which is `folder/NAME/disk`; and `module` and `arguments` for `torchrun -m`, or else
-`seconds` to be there.
+each and the size of its disk, which is `folder/NAME/disk`; and `module` and `arguments` for `torchrun -m`, if any.
 """
 
 import ctypes
@@ -17,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,7 +110,6 @@ def be_host(spec_file: Path, number: int) -> None:
     _say("up")
     os.environ.update({"GLOO_SOCKET_IFNAME": link, "TMPDIR": str(Path(own, "tmp")), "OMP_NUM_THREADS": "1"})
     if "module" not in spec:
-        time.sleep(spec.get("seconds", 0))
         return
     with open(Path(own, "log"), "wb") as log:
         os.dup2(log.fileno(), 1)

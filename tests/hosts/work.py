@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import penstock
 from penstock import Options, Placement
 from tests.hosts.two import RANKS, sent_bytes
+from tests.lib.refusals import said_by
 
-HOSTS, STEPS = 2, 3
+HOSTS, STEPS = 2, 2
 BLOCKS, WIDTH = 4, 512
 UNIT_BYTES = 2 * WIDTH * WIDTH  # in bf16, in whole pages of every shard: nothing is padded
 
@@ -38,7 +39,6 @@ DISKS = Row("hybrid, on disks", 3, copies=HOSTS, blocks=2, width=256)
 ROWS = (
     HYBRID,
     Row("sharded", 3),
-    Row("hybrid, stage 2", 2, copies=HOSTS),
     Row("sharded, stage 2", 2),
     Row("copies", 0),
     TINY,
@@ -76,30 +76,28 @@ def prepared(row: Row, **rest: Any) -> tuple[Net, penstock.Optimizer]:
 
 
 def train(rank: int, row: Row, sent: Callable[[], int] = lambda: 0, **rest: Any) -> dict[str, Any]:
-    """Some steps: losses and states, the bytes that this host has sent meanwhile, and the collectives of a step."""
-    started, before = time.monotonic(), sent()
+    """Some steps: losses and states, and the bytes that this host has sent meanwhile."""
+    before = sent()
     model, optimizer = prepared(row, **rest)
     from_first = settled(sent)
     first = zip(model.parameters(), Net(row.blocks, row.width, seed=0).parameters(), strict=True)
     assert all(torch.equal(optimizer.full_param(p), q) for p, q in first)  # every rank has the first one's values
     before += settled(sent) - from_first
-    losses, counts = [], {}
+    losses = []
     generator = torch.Generator().manual_seed(rank)
     found: dict[str, Any] = {}
     for step in range(1 + STEPS):
         if step == 1:
-            found["first_step"] = (settled(sent) - before, time.monotonic() - started)
+            found["first_step"] = settled(sent) - before
             before = settled(sent)
-        optimizer._engine.context.ranks.counts.clear()
         x = torch.randn(2, row.width, generator=generator)
         loss = model(x).float().square().mean()
         optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        counts = dict(optimizer._engine.context.ranks.counts)
     optimizer.synchronize()
-    found |= {"losses": losses, "counts": counts, "sent": settled(sent) - before}
+    found |= {"losses": losses, "sent": settled(sent) - before}
     found["states"] = [optimizer.full_param(p) for p in model.parameters()]
     found["states"] += [optimizer.full_state(p, "exp_avg_sq") for p in model.parameters()]
     optimizer.close()
@@ -117,14 +115,6 @@ def settled(sent: Callable[[], int]) -> int:
 
 def train_all(rank: int) -> dict[str, Any]:
     return {row.name: train(rank, row) for row in (*ROWS, DISKS)}
-
-
-def said_by(call: Callable[[], object]) -> tuple[str, str]:
-    try:
-        call()
-    except penstock.PenstockError as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def on_disks(rank: int, folder: Path) -> dict[str, Any]:
@@ -149,7 +139,7 @@ def main(folder: Path) -> None:
         real = time.time
         time.time = lambda: real() + 86_400
     link = os.environ["GLOO_SOCKET_IFNAME"]
-    found: dict[str, Any] = {"host": host, "monotonic": time.monotonic()}
+    found: dict[str, Any] = {"host": host}
     found["rows"] = {row.name: train(rank, row, lambda: sent_bytes(link)) for row in ROWS}
     found["disks"] = on_disks(rank, folder)
     model, optimizer = prepared(HYBRID)

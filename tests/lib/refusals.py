@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock import ConfigError
+from penstock.errors import PenstockError
 from tests.lib.engines import assert_same_state, prepared, state, train
 
 
@@ -48,6 +49,15 @@ def refused_unchanged(row: Refusal, **how: Any) -> None:
     assert_same_state(state(model, optimizer), state(other_model, other))
     optimizer.close()
     other.close()
+
+
+def said_by(call: Callable[[], object]) -> str:
+    """The class of the error that a call is refused with, and its text; empty where it is not refused."""
+    try:
+        call()
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def rows(table: Mapping[str, Refusal]) -> Any:

@@ -10,16 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime import collectives
-from penstock.runtime.streams import Streams
-from tests.lib.streams import inline, released, separate, simulated
+from tests.lib.engines import TILE_BYTES
 
-STREAMS: dict[str, Callable[[], Streams]] = {
-    "inline": inline,
-    "separate": separate,
-    "simulated": simulated,
-    "released": released,
-}
-TILES = {"tile_bytes": 4096}
+TILES = {"tile_bytes": TILE_BYTES}
 #: By the name of a collective and the ranks of its group: the bytes of whole buffers.
 Traffic = Counter[tuple[str, tuple[int, ...]]]
 _FLAT = {
