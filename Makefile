@@ -11,7 +11,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 WHEELS := build/wheels/venv
 ARGS   ?=
 
-.PHONY: help setup setup-tests setup-integrations train test test-thorough test-integrations check docs bench wheels gpu-check gpu-bench emulation gpu-emulated clean
+.PHONY: help setup setup-tests setup-integrations train test fuzz test-integrations check docs bench wheels gpu-check gpu-bench emulation gpu-emulated clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,17 +47,20 @@ train: setup ## train a byte-level language model, with ARGS as options of penst
 
 # Two workers, one torch thread each: the suite is made for two cores. Its many processes share the bytecode that the
 # first one writes.
-test: setup-tests ## the tests that every change runs; ARGS="tests/unit -k layout" narrows them
-	$(PYTEST) $(ARGS)
+test: setup-tests ## all tests but those of other libraries and of GPUs; ARGS="tests/unit -k layout" narrows them
+	$(PYTEST) --ignore=tests/gpu --ignore=tests/optional $(ARGS)
 
-# The rows of the tables that are left out there, because others are much like them.
-test-thorough: setup-tests ## the rows of their tables that those leave out
-	$(PYTEST) -m thorough $(ARGS)
+# So many times the examples of a run of `make test`, from a seed that is told or drawn.
+TIMES ?= 20
+SEED  ?= $(shell date +%s)
+
+fuzz: setup-tests ## more draws of the property tests: TIMES=20 as many, from SEED
+	PENSTOCK_FUZZ_TIMES=$(TIMES) PENSTOCK_FUZZ_SEED=$(SEED) $(PYTEST) -m "hypothesis or fuzz" --hypothesis-seed=$(SEED) $(ARGS)
 
 # Beside the plain libraries, in their pinned releases and in the ones before.
 test-integrations: setup-integrations ## the loops of other libraries beside the plain libraries
-	$(PYTEST) -m "integrations or (train and not thorough)" tests/integrations tests/optional tests/train $(ARGS)
-	PYTHONPATH=$(BEFORE) $(PYTEST) -m "integrations or (train and not thorough)" tests/integrations tests/optional tests/train $(ARGS)
+	$(PYTEST) -m integrations tests/integrations tests/optional $(ARGS)
+	PYTHONPATH=$(BEFORE) $(PYTEST) -m "integrations or train" tests/integrations tests/optional tests/train $(ARGS)
 
 check: setup ## ruff, format, mypy --strict, layers
 	$(BIN)/ruff check .

@@ -13,8 +13,6 @@ import torch.distributed
 import torch.distributed.device_mesh  # noqa: F401
 
 import penstock  # noqa: F401
-import tests.parity.rows
-import tests.support  # noqa: F401
 
 with contextlib.suppress(ImportError):  # a machine with a device may lack it
     import transformers.models.llama.modeling_llama  # noqa: F401

@@ -15,9 +15,9 @@ import penstock
 from tests.faults.failing_files import Faults
 from tests.faults.test_training import BATCHES, KIND_NAMES, Row
 from tests.lib.engines import prepare_on
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline
 from tests.parity.rows import loss_of, make_model
-from tests.support import run_ranks
 
 EVERYTHING = Row(**dict.fromkeys(KIND_NAMES, "nvme"))
 SOON_SECONDS = 20  # gloo's own limit is half an hour

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, EngineError
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.optional,

@@ -9,7 +9,7 @@ import pytest
 from penstock import Placement
 from penstock.cli.reporting.page import write_page
 from tests.browser import assert_drawn, open_page
-from tests.support import run_ranks
+from tests.lib.ranks import run_ranks
 from tests.unit.cli.page.runs import CURVES, FOLDER_NAME, HOSTILE, record_loop, record_on_rank, write_plan
 
 pytest.importorskip("plotly")
