@@ -15,14 +15,14 @@ def numbers_of_the_design_page() -> list[int]:
     return [int(number) for number in NUMBERED.findall(section)]
 
 
-def tests_by_promise() -> dict[int, list[tuple[str, str]]]:
+def by_promise() -> dict[int, list[tuple[str, str]]]:
     """The files, and the tests in them or nothing, that the README names."""
     text = (ROOT / "tests/README.md").read_text()
     return {int(number): NAMED.findall(named) for number, named in ROW.findall(text)}
 
 
 def test_every_promise_has_tests_that_are_there() -> None:
-    numbers, named = numbers_of_the_design_page(), tests_by_promise()
+    numbers, named = numbers_of_the_design_page(), by_promise()
     assert numbers == [*range(1, len(numbers) + 1)]
     assert list(named) == numbers
     assert all(named.values())

@@ -66,7 +66,7 @@ def assert_alike(ours: Any, theirs: Any, precision: str) -> None:
     assert ours[2] == theirs[2]
 
 
-@pytest.mark.parametrize(("how", "make_streams"), list(zip(WAYS, cycle((inline, separate)), strict=False)), ids=str)
+@pytest.mark.parametrize(("how", "make_streams"), list(zip(WAYS, cycle((inline, separate)), strict=False)))
 def test_equal_to_the_whole_logits(how: dict[str, Any], make_streams: Any) -> None:
     ours, theirs = (run(make_streams, chunked=chunked, **how) for chunked in (True, False))
     assert_alike(ours, theirs, how.get("precision", "fp32"))

@@ -17,6 +17,7 @@ FIRST = int(os.environ.get("PENSTOCK_SEED", "0"))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + 40 * TIMES))
 def test_a_programme_gives_what_torch_gives_or_is_refused_by_name(seed: int) -> None:
     run_programme(*draw_programme(seed))
