@@ -1,7 +1,6 @@
 """What to run first on a machine with an accelerator: does everything work there, in five minutes.
 
     python benchmarks/gpu_check.py                    # writes benchmarks/results/gpu_check-<device>.json
-    python benchmarks/gpu_check.py --thorough --budget-seconds 3000
     python benchmarks/gpu_check.py --parts movement,rules --item-seconds 120
 
 The parts come in the order in which they tell most, each in processes of its own and within its share of the budget:
@@ -61,20 +60,19 @@ TELLS = {
 SHARES = {"pinning": 0.15, "parity": 0.35, "movement": 0.25, "rules": 0.25}
 
 
-def pytest_command(files: Sequence[str], *, thorough: bool, options: Sequence[str]) -> list[str]:
+def pytest_command(files: Sequence[str], *, options: Sequence[str]) -> list[str]:
     """The tests of a part, each reported as soon as it is over."""
-    rows = "thorough or not thorough" if thorough else "not thorough"
     plain = ["-o", "addopts=", "--strict-markers", "--import-mode=importlib", "--continue-on-collection-errors"]
     plain += ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "pytest_journal"]
-    return [sys.executable, "-m", "pytest", *files, "-m", rows, *plain, *options]
+    return [sys.executable, "-m", "pytest", *files, *plain, *options]
 
 
-def make_parts(names: Sequence[str], *, thorough: bool, options: Sequence[str]) -> list[Part]:
+def make_parts(names: Sequence[str], *, options: Sequence[str]) -> list[Part]:
     """The parts, in the order in which they tell most."""
     script = [sys.executable, "-X", "faulthandler", str(FOLDER / "gpu" / "pinning.py")]
     found = [Part("pinning", TELLS["pinning"], script, SHARES["pinning"])]
     for name, files in TESTS.items():
-        command = pytest_command(files, thorough=thorough, options=options)
+        command = pytest_command(files, options=options)
         ended = (0, 1, 5)  # of pytest: all passed, some failed, none was left
         found.append(Part(name, TELLS[name], command, SHARES[name], ended, FOLDER.parent))
     return [part for part in found if part.name in names]
@@ -151,7 +149,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=300.0, help="for everything")
     parser.add_argument("--item-seconds", type=float, default=60.0, help="without a word, until an item counts as hung")
     parser.add_argument("--parts", default=",".join(TELLS), help="comma-separated; default: all, in this order")
-    parser.add_argument("--thorough", action="store_true", help="every row of the tables: give it more seconds")
     parser.add_argument("--pytest", action="append", default=[], help="a further argument of pytest, such as -x")
     found = parser.parse_args(arguments)
     if unknown := set(found.parts.split(",")) - set(TELLS):
@@ -168,7 +165,7 @@ def main() -> int:
     report = Report(arguments.out, settings)
     print(f"{report.content['machine']}\nreport: {report.path}", flush=True)
     entries = parts.run_parts(
-        make_parts(arguments.parts.split(","), thorough=arguments.thorough, options=arguments.pytest),
+        make_parts(arguments.parts.split(","), options=arguments.pytest),
         seconds=arguments.budget_seconds * (1 - MARGIN) - (time.monotonic() - started),
         item_seconds=arguments.item_seconds,
         environment=environment(),
