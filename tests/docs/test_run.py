@@ -39,8 +39,8 @@ def expensive(command: Command) -> bool:
     return words[0] == "torchrun" or words[1] == "launch" or (words[1] == "train" and "--model" not in words)
 
 
-#: One of each program and subcommand.
-EXPENSIVE = {each.words[:2]: each for page in PAGES for each in commands(page) if expensive(each)}
+#: One of each program.
+EXPENSIVE = {each.program: each for page in PAGES for each in commands(page) if expensive(each)}
 
 
 @pytest.fixture

@@ -39,16 +39,13 @@ with open(sys.argv[2], "w") as file:
     json.dump({"taken": peak - before, "left": resident() - before, "peak": peak}, file)
 """
 
-SIZES = {
-    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
-    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-}
+SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}  # 1B
 OTHERS = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
 
 
-def test_planning_takes_less_than_a_gibibyte_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+def test_planning_takes_less_than_a_gibibyte_and_leaves_nothing(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
-    command = [sys.executable, "-c", SCRIPT, json.dumps(SIZES[name] | OTHERS), str(found)]
+    command = [sys.executable, "-c", SCRIPT, json.dumps(SIZES | OTHERS), str(found)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     memory = json.loads(found.read_text())
