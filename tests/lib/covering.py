@@ -10,6 +10,7 @@ from itertools import combinations, product
 from typing import Any
 
 Row = Mapping[str, Any]
+MOST_IN_VAIN = 1000  # draws in which no row fits
 
 
 def covering(
@@ -50,11 +51,15 @@ def covering(
 
     for row in first:
         take(row)
+    in_vain = 0
     while left:
         wanted = dict(zip(*next(iter(left)), strict=True))
         drawn = [{name: chance.choice(values) for name, values in choices.items()} | wanted for _ in range(draws)]
         fitting = [row for row in drawn if fits(row)]
-        if fitting:  # else others are drawn: the part itself fits
+        in_vain = 0 if fitting else in_vain + 1
+        if in_vain > MOST_IN_VAIN:
+            raise ValueError(f"{wanted} fits, and no row with it does: let `fits` refuse it")
+        if fitting:  # else others are drawn
             take(max(fitting, key=lambda row: sum(part in left for part in parts_of(row))))
     return taken
 

@@ -6,6 +6,8 @@ from hypothesis import HealthCheck, settings
 
 #: What `make fuzz` multiplies the number of examples by; 1 in every other run.
 TIMES = int(os.environ.get("PENSTOCK_FUZZ_TIMES", "1"))
+#: Where tests begin that draw by numbers of their own.
+SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "0"))
 
 
 def examples(count: int) -> settings:

@@ -1,23 +1,19 @@
 """Random programmes of a training loop give what plain torch gives, or are refused by name.
 
 Forward, backward, retained and recorded graphs, hooks, moves, writes, saves and loads, and interrupts at any line, on
-every kind of streams and placement: see `programmes.py`. `PENSTOCK_SEED` asks for those from a seed on; a failure says
+every kind of streams and placement: see `programmes.py`. `make fuzz SEED=` asks for those from a seed on; a failure says
 its seed and the whole programme.
 """
 
-import os
-
 import pytest
 
-from tests.lib.fuzz import TIMES
+from tests.lib.fuzz import SEED, TIMES
 from tests.property.programmes import draw_programme, run_programme
-
-FIRST = int(os.environ.get("PENSTOCK_SEED", "0"))
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + 40 * TIMES))
+@pytest.mark.parametrize("seed", range(SEED, SEED + 40 * TIMES))
 def test_a_programme_gives_what_torch_gives_or_is_refused_by_name(seed: int) -> None:
     run_programme(*draw_programme(seed))
