@@ -1,7 +1,7 @@
 """Random programmes of a training loop give what plain torch gives, or are refused by name.
 
 Forward, backward, retained and recorded graphs, hooks, moves, writes, saves and loads, and interrupts at any line, on
-every kind of streams and placement: see `programmes.py`. `make fuzz SEED=` asks for those from a seed on; a failure says
+every kind of streams and placement: see `programmes.py`. `make fuzz SEED=` asks for those from one on; a failure says
 its seed and the whole programme.
 """
 
