@@ -102,7 +102,7 @@ FAULTS = {
         "checkpoint/tiles.py",
         "file.read(record.offset, part, checksum=record.checksum)",
         "file.read(record.offset, part)",
-        ["tests/faults/test_flipped.py"],
+        ["tests/unit/checkpoint", "tests/property/test_checkpoint_files.py"],
     ),
     "the marker is written first": Fault(
         15,
