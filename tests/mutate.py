@@ -92,9 +92,9 @@ FAULTS = {
     ),
     "an overflow is not noticed": Fault(
         22,
-        "engine/step/step.py",
-        "if not math.isfinite(norm)]",
-        "if math.isnan(norm)]",
+        "engine/policy.py",
+        "if not math.isfinite(measure.grad_norm):",
+        "if math.isinf(measure.grad_norm):",
         ["tests/unit/engine/test_skips.py"],
     ),
     "a checksum is ignored": Fault(
