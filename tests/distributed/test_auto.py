@@ -16,9 +16,9 @@ from penstock.planner.plans import Plan
 from penstock.planner.rates import Rate
 from penstock.planner.this_machine import remember
 from penstock.probe.fingerprint import fingerprint
+from tests.lib.plans import small
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import said_by
-from tests.plans import small
 
 OTHER = Placement(optimizer="cpu")
 TILES = Options(tile_bytes=1 << 14)

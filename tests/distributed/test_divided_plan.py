@@ -21,9 +21,9 @@ from penstock.planner.simulation.simulate import Setup, simulate
 from penstock.runtime.collectives import Collectives
 from tests.distributed.test_tensor_parallel import Model, parallelize
 from tests.lib.engines import ON_CPU
+from tests.lib.planning import desktop
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate
-from tests.planning import desktop
 
 VOCABULARY = 12
 CELL_BYTES = {"device": 512, "cpu": 4096}  # a tier gives no less

@@ -15,7 +15,7 @@ from penstock.integrations.accelerate import PenstockAccelerator
 from penstock.integrations.lightning import PenstockStrategy
 from penstock.integrations.transformers import trainer_class
 from tests.integrations import lightning_cases, trainers
-from tests.plans import SMALL, small
+from tests.lib.plans import SMALL, small
 
 BY_HAND: dict[str, Any] = {
     "placement": SMALL.placement,

@@ -21,7 +21,7 @@ from penstock.integrations.transformers import RecordCallback
 from tests.browser import assert_drawn, open_page
 from tests.integrations import lightning_cases
 from tests.integrations.trainers import LENGTH, arguments, history, llama, our_trainer, rows
-from tests.plans import SMALL, small
+from tests.lib.plans import SMALL, small
 
 
 def trained(out: Path, callback: RecordCallback, **changes: Any) -> Any:

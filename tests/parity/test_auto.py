@@ -10,11 +10,11 @@ from torch import nn
 import penstock
 from penstock.config import Options
 from penstock.planner.plans import Plan, model_fingerprint
+from tests.lib.plans import small
 from tests.lib.streams import separate
 from tests.parity import rows
 from tests.parity.compare import bits
 from tests.parity.rows import Arithmetic, Movement, changed, make_model, shares, train
-from tests.plans import small
 
 SMALL = {"tile_bytes": 4 << 10}
 THREE_WAYS = shares(device=0.3, cpu=0.4, nvme=0.3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock import ConfigError, Options, Placement
 from penstock.planner.plans import KINDS, Plan, Reason, Shortfall, WhatIf
 from tests.lib.fuzz import examples
-from tests.plans import DESKTOP
+from tests.lib.plans import DESKTOP
 
 TEXT = DESKTOP.to_json()
 

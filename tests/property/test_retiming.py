@@ -15,7 +15,7 @@ from penstock.planner.simulation.program import Program, ProgramJob, WorkKind
 from penstock.planner.simulation.retime import busiest, retime
 from penstock.trace import Label
 from tests.lib.fuzz import examples
-from tests.paper import Machine, Rates, Script
+from tests.lib.paper import Machine, Rates, Script
 
 STREAMS = ("upload", "download", "update", "read", "write", "device update")
 FILES = ("read", "write")

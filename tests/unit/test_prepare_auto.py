@@ -28,7 +28,7 @@ from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.host_memory import HostMemory
 from penstock.runtime.topology import Grid
 from tests.lib.memory import disks
-from tests.plans import small
+from tests.lib.plans import small
 
 CPU = torch.device("cpu")
 TILES = Options(tile_bytes=1 << 14)

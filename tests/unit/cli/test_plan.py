@@ -22,7 +22,7 @@ from penstock.cli.request import batch_size
 from penstock.planner import Machine, Plan
 from penstock.planner.plans import Shortfall
 from penstock.recompute import can_be_told, recomputes
-from tests.plans import plan as desktop
+from tests.lib.plans import plan as desktop
 
 FOREIGN = ["--machine", "a100-80gb-node"]
 

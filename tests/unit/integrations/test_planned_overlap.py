@@ -4,7 +4,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.integrations.transformers.settings import check_arguments
-from tests.plans import plan
+from tests.lib.plans import plan
 
 
 def test_a_plan_whose_updates_begin_in_backward_is_refused() -> None:

@@ -11,7 +11,7 @@ from penstock.errors import CheckpointError
 from penstock.integrations import weights
 from penstock.integrations.weights import gather_entries, nvme_folders, state_entries
 from tests.lib.memory import disks
-from tests.plans import small
+from tests.lib.plans import small
 
 
 def test_masters_are_copied_in_fp32_and_others_as_they_are_trained() -> None:
