@@ -14,8 +14,11 @@ try:
 except ImportError:  # a machine with a device may lack it, and the tests for it do not need it
     pass
 else:
-    # The suite runs on shared machines: how long one example takes says nothing.
-    settings.register_profile("suite", deadline=None)
+    from tests.lib.fuzz import TIMES
+
+    # The suite runs on shared machines: how long one example takes says nothing. Every run draws the same examples, so
+    # that what fails is the change at hand; `make fuzz` draws others.
+    settings.register_profile("suite", deadline=None, derandomize=TIMES == 1)
     settings.load_profile("suite")
 
 

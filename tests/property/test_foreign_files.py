@@ -1,14 +1,15 @@
 """Files of other libraries that somebody else may have written: read as they were, or refused in one line.
 
 Model folders, DeepSpeed's checkpoints, and what a checkpoint says of the run that `--resume` goes on with. Nothing else
-is raised, no more memory is taken than small files need, and no code runs. `make fuzz` draws more examples,
-`--hypothesis-seed` for the same ones again.
+is raised, no more memory is taken than small files need, and no code runs. Every run draws the same examples;
+`make fuzz` draws others, and more.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from penstock.integrations.vocabulary import rows_for
 from tests.deepspeed_checks import load
 from tests.instruct import byte_tokenizer
 from tests.lib.fuzz import examples
-from tests.property.test_checkpoint_files import at, change_values, limited_memory
+from tests.property.test_checkpoint_files import at, change_values, copy_of, limited_memory
 
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed"
 
@@ -107,7 +108,7 @@ def test_model_folders_of_anybody(folders: tuple[Path, Path], data: st.DataObjec
     else:
         content = json.loads(file.read_bytes())
         if how == "keys":
-            content[data.draw(st.sampled_from(KEYS))] = data.draw(st.sampled_from(VALUES))
+            content[data.draw(st.sampled_from(KEYS))] = copy_of(data.draw(st.sampled_from(VALUES)))
         change_values(content, data)
         file.write_text(json.dumps(content))
     refused_in_one_line(lambda: use(folder))
@@ -230,7 +231,7 @@ def test_checkpoints_of_deepspeed_of_anybody(tmp_path_factory: pytest.TempPathFa
             if data.draw(st.integers(0, 4)) == 0:
                 del holder[path[-1]]
             else:
-                holder[path[-1]] = data.draw(st.sampled_from(STRANGE))
+                holder[path[-1]] = deepcopy(data.draw(st.sampled_from(STRANGE)))
         torch.save(content, file)
     refused_in_one_line(lambda: import_checkpoint(folder, top / "out"))
     written = [path for path in (top / "out").glob("**/*") if path.is_file()] if (top / "out").exists() else []

@@ -1,6 +1,6 @@
 """Files of machines: what is written is read again, and what somebody wrote is a machine or refused in one line.
 
-`make fuzz` draws more examples, `--hypothesis-seed` for the same ones again.
+Every run draws the same examples; `make fuzz` draws others, and more.
 """
 
 import json

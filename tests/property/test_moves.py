@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
@@ -118,7 +118,7 @@ def late() -> Streams:
     return simulated(most_seconds=0.0005)
 
 
-@settings(examples(20), derandomize=True)
+@examples(20)
 @given(
     st.sampled_from([late, separate, inline]),
     moving_sequences(),
