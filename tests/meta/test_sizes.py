@@ -41,7 +41,7 @@ PACKAGES = {
     "checkpoint": (2079, 10),
     "cli": (1933, 20),
     "doctor": (214, 1),
-    "engine": (6833, 29),
+    "engine": (6837, 29),
     "ext": (2879, 13),
     "integrations": (3737, 38),
     "runtime": (2393, 14),
@@ -160,7 +160,8 @@ TORCH: dict[str, dict[str, tuple[str, str]]] = {
     "torch._dynamo": {
         "config.patch": ("floats of the code are constants", BOTH),
         "config.recompile_limit": ("the limit, for the text of an error", BOTH),
-        "eval_frame.skip_code": ("hooks are traced into their callers, and never compiled alone", BOTH),
+        "eval_frame.set_code_exec_strategy": ("hooks are never compiled alone, nor anything of engine mode", BOTH),
+        "types": ("what is done with a frame, and with those below it", BOTH),
     },
     "torch._inductor": {
         "config": ("whether it has the options that keep the host's rounding", BOTH),

@@ -46,14 +46,21 @@ from penstock.runtime.modes import user_records
 HOOK_ID = -1
 
 
-def never_compile(*functions: Callable[..., Any]) -> None:
+def never_compile(*functions: Callable[..., Any], below: bool = False) -> None:
     """Have a compiler trace functions as part of their callers, and never compile them by themselves.
 
     A call from Python beside compiled code would otherwise be compiled once for each set of values that it reads, until
     torch reaches its limit of recompilations.
+
+    Arguments:
+        functions: in Python.
+        below: do not compile what they call either.
     """
+    types: Any = torch._dynamo.types
+    skip = types.FrameAction.SKIP
+    strategy = types.FrameExecStrategy(skip, skip if below else types.FrameAction.DEFAULT)
     for function in functions:
-        torch._dynamo.eval_frame.skip_code(function.__code__)
+        torch._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)

@@ -74,6 +74,7 @@ class Hooks:
         # Torch before 2.13 calls these beside compiled code as well.
         never_compile(SavedTensors._pack, Gatherer.owner_of, is_divided, SavedView.__init__, KeptSavedTensor.__init__)
         never_compile(SavedTensors._unpack, KeptSavedTensor.take)
+        never_compile(SavedTensors._show, below=True)  # the code of every `engine_entry`: nothing of engine mode is
         model, may_pass = self._context.model, self.forward.has_nothing_to_do
         self.read = untraced(engine_entry(self.forward.gather_for_read))
         owners = self.forward.owners
