@@ -82,5 +82,21 @@ class BreakingStreams(SimulatedStreams):
         return super().submit(stream, fail if stream == self.broken else work, **rest)
 
 
+class GatedStreams(SimulatedStreams):
+    """Work of some streams runs when it is let through, one by one in order."""
+
+    def __init__(self, *gated: str) -> None:
+        super().__init__(lambda stream, nbytes: 0.0)
+        self.gated = gated
+        self.let_through = threading.Semaphore(0)
+
+    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
+        def late() -> Any:
+            assert self.let_through.acquire(timeout=60)
+            return work()
+
+        return super().submit(stream, late if stream in self.gated else work, **rest)
+
+
 #: By name, for parametrised tests: what a cpu as the device gets, an accelerator without and with asynchronous work.
 STREAMS = {"inline": inline, "separate": separate, "late": simulated, "released": released}
