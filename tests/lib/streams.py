@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.engine.unit.parameter import ReleasedTensor
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import Event, InlineStreams, Streams, Work
+from tests.lib.accelerator import FakeTime
 
 
 def inline() -> Streams:
@@ -96,6 +97,22 @@ class GatedStreams(SimulatedStreams):
             return work()
 
         return super().submit(stream, late if stream in self.gated else work, **rest)
+
+
+class LastingStreams(SimulatedStreams):
+    """Each piece of work on a stream lasts a second of a made-up clock, from the moment that the main thread waits."""
+
+    def __init__(self, clock: FakeTime, slow: str) -> None:
+        super().__init__(lambda stream, nbytes: 0.0)
+        self.clock, self.slow = clock, slow
+
+    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
+        def late() -> Any:
+            until_waited_for()
+            self.clock.sleep(1)
+            return work()
+
+        return super().submit(stream, late if stream == self.slow else work, **rest)
 
 
 #: By name, for parametrised tests: what a cpu as the device gets, an accelerator without and with asynchronous work.

@@ -16,7 +16,6 @@ from penstock.errors import ConfigError, EngineError
 from penstock.ext.observe.timeline import COMPUTE, RESOURCES
 from penstock.planner.simulation.program import OF_MODEL
 from penstock.runtime.aio import File
-from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import (
     COLLECTIVE,
     DOWNLOAD,
@@ -31,12 +30,13 @@ from penstock.runtime.streams import (
     Streams,
     Work,
 )
+from tests.lib.accelerator import FakeTime
 from tests.lib.engines import ON_CPU, ON_NVME, loss_of, prepared, train
 from tests.lib.memory import shorten_rings
 from tests.lib.models import Blocks
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import Refusal, refused, rows
-from tests.lib.streams import SeparateStreams, inline, separate, simulated, until_waited_for
+from tests.lib.streams import LastingStreams, SeparateStreams, inline, separate, simulated
 
 DEPTH = 3
 BLOCKS = [f"blocks.{number}" for number in range(DEPTH)]
@@ -210,51 +210,26 @@ def test_training_is_the_same_under_a_trace(path: Path) -> None:
 # What binds
 
 
-class Time:
-    """A clock that stands still but for what tests say takes time."""
-
-    now = 1000.0
-
-    def pass_by(self, *_: Any) -> None:
-        self.now += 1
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
-    clock = Time()
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    clock = FakeTime()
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
     return clock
 
 
 class Lasting(SeparateStreams):
     """Each piece of work on a stream lasts a second."""
 
-    def __init__(self, clock: Time, slow: str) -> None:
+    def __init__(self, clock: FakeTime, slow: str) -> None:
         super().__init__(torch.device("cpu"))
         self.clock, self.slow = clock, slow
 
     def submit(self, stream: str, work: Work, **rest: Any) -> Event:
         def timed() -> Any:
-            self.clock.pass_by()
+            self.clock.now += 1
             return work()
 
         return super().submit(stream, timed if stream == self.slow else work, **rest)
-
-
-class WaitedFor(SimulatedStreams):
-    """Each piece of work on a stream lasts a second from the moment that the main thread waits."""
-
-    def __init__(self, clock: Time, slow: str) -> None:
-        super().__init__(lambda stream, nbytes: 0.0)
-        self.clock, self.slow = clock, slow
-
-    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
-        def late() -> Any:
-            until_waited_for()
-            self.clock.pass_by()
-            return work()
-
-        return super().submit(stream, late if stream == self.slow else work, **rest)
 
 
 @pytest.mark.parametrize(
@@ -267,10 +242,10 @@ class WaitedFor(SimulatedStreams):
         (COMPUTE, "device compute"),
     ],
 )
-def test_the_slow_resource_binds(slow: str, name: str, clock: Time, path: Path) -> None:
+def test_the_slow_resource_binds(slow: str, name: str, clock: FakeTime, path: Path) -> None:
     model, optimizer = traced(Lasting(clock, slow))
     if slow == COMPUTE:
-        model.blocks[1].register_forward_pre_hook(clock.pass_by)
+        model.blocks[1].register_forward_pre_hook(lambda *_: clock.sleep(1))
     with optimizer.trace(path) as report:
         train(model, optimizer)
     optimizer.close()
@@ -281,9 +256,9 @@ def test_the_slow_resource_binds(slow: str, name: str, clock: Time, path: Path) 
     }
 
 
-def test_compute_is_idle_after_a_pass(clock: Time, path: Path) -> None:
+def test_compute_is_idle_after_a_pass(clock: FakeTime, path: Path) -> None:
     model, optimizer = traced()
-    model.blocks[1].register_forward_pre_hook(clock.pass_by)
+    model.blocks[1].register_forward_pre_hook(lambda *_: clock.sleep(1))
     with optimizer.trace(path) as report:
         loss = loss_of(model)
         clock.now += 10
@@ -294,9 +269,9 @@ def test_compute_is_idle_after_a_pass(clock: Time, path: Path) -> None:
     assert report.summary.rows["compute"].busy_seconds == 1
 
 
-def test_a_wait_names_what_was_waited_for_and_what_took_so_long(clock: Time, path: Path) -> None:
+def test_a_wait_names_what_was_waited_for_and_what_took_so_long(clock: FakeTime, path: Path) -> None:
     """Nothing is gathered ahead: each gather is waited for, and takes as long as its upload."""
-    model, optimizer = traced(WaitedFor(clock, UPLOAD), **ON_CPU, prefetch_bytes=0)
+    model, optimizer = traced(LastingStreams(clock, UPLOAD), **ON_CPU, prefetch_bytes=0)
     train(model, optimizer)
     with optimizer.trace(path) as report:
         train(model, optimizer)
@@ -306,10 +281,12 @@ def test_a_wait_names_what_was_waited_for_and_what_took_so_long(clock: Time, pat
     assert report.summary.seconds == 7
 
 
-def test_a_gather_from_a_slow_disk_waits_for_the_disk(clock: Time, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gather_from_a_slow_disk_waits_for_the_disk(
+    clock: FakeTime, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A unit is one read, and none is read ahead."""
     shorten_rings(monkeypatch)
-    model, optimizer = traced(WaitedFor(clock, READ), **ON_NVME, prefetch_bytes=0, tile_bytes=1 << 20)
+    model, optimizer = traced(LastingStreams(clock, READ), **ON_NVME, prefetch_bytes=0, tile_bytes=1 << 20)
     with optimizer.trace(path) as report:
         train(model, optimizer)
     optimizer.close()
@@ -321,9 +298,9 @@ def test_a_gather_from_a_slow_disk_waits_for_the_disk(clock: Time, path: Path, m
     assert summary.bound_by == "NVMe reads"
 
 
-def test_work_of_before_is_not_in_it(clock: Time, path: Path) -> None:
+def test_work_of_before_is_not_in_it(clock: FakeTime, path: Path) -> None:
     """The update of the step before was still running, and the first gather waited for it."""
-    model, optimizer = traced(WaitedFor(clock, UPDATE))
+    model, optimizer = traced(LastingStreams(clock, UPDATE))
     train(model, optimizer)
     with optimizer.trace(path) as report, torch.no_grad():
         loss_of(model)
