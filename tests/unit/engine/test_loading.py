@@ -1,6 +1,7 @@
 """Loads: what they change is all or named, of one checkpoint on all ranks, and the newest that is whole."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ from penstock.engine.unit.unit import WeightRange
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate
 from tests.parity.resuming import Other, Run, Values, different, go_on, iterate, values
-from tests.parity.rows import Arithmetic, Movement, shares
+from tests.parity.rows import Arithmetic, Movement
 
 SMALL = {"tile_bytes": 4 << 10}
 BF16 = Arithmetic(precision="bf16")
 RUN = Run(BF16, Movement(params="cpu", optimizer="cpu").but(**SMALL), separate)
-THIRDS = shares(device=0.5, cpu=0.5)
 
 
 Prepared = tuple[nn.Module, penstock.Optimizer, Any]
@@ -54,31 +54,28 @@ def backward_that_fails(model: nn.Module) -> None:
 # A backward that failed
 
 
-@pytest.mark.parametrize("run", [RUN, Run(BF16, Movement(3, THIRDS, THIRDS, THIRDS).but(**SMALL), separate)], ids=str)
-def test_a_load_after_a_backward_that_raised_is_whole(run: Run, tmp_path: Path) -> None:
-    model, optimizer, scheduler = after_steps(run, 2)
+def test_a_load_after_a_backward_that_raised_is_whole(tmp_path: Path) -> None:
+    model, optimizer, scheduler = after_steps(RUN, 2)
     optimizer.save(tmp_path / "a")
-    goes_on = go_on(run, model, optimizer, scheduler, steps=2)
+    goes_on = go_on(RUN, model, optimizer, scheduler, steps=2)
     optimizer.param_groups[0]["lr"] = 0.5
     backward_that_fails(model)
     optimizer.load(tmp_path / "a")
-    assert go_on(run, model, optimizer, scheduler, steps=2).otherwise(goes_on) == []
+    assert go_on(RUN, model, optimizer, scheduler, steps=2).otherwise(goes_on) == []
     optimizer.close()
 
 
-def set_param(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    for parameter in model.parameters():
-        optimizer.set_full_param(parameter, torch.ones(parameter.shape))
+def set_everywhere(setter: str, *name: str) -> Callable[..., None]:
+    def change(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+        for parameter in model.parameters():
+            getattr(optimizer, setter)(parameter, *name, torch.ones(parameter.shape))
+
+    return change
 
 
-def set_state(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    for parameter in model.parameters():
-        optimizer.set_full_state(parameter, "exp_avg", torch.ones(parameter.shape))
-
-
-def set_grad(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    for parameter in model.parameters():
-        optimizer.set_full_grad(parameter, torch.ones(parameter.shape))
+set_param = set_everywhere("set_full_param")
+set_state = set_everywhere("set_full_state", "exp_avg")
+set_grad = set_everywhere("set_full_grad")
 
 
 def take_over(model: nn.Module, optimizer: penstock.Optimizer) -> None:
@@ -90,12 +87,7 @@ def write_gathered(model: nn.Module, optimizer: penstock.Optimizer) -> None:
         model.last.weight.zero_()
 
 
-def move(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    optimizer.offload_states({"optimizer", "param"}, pin_memory=False)
-    optimizer.reload_states()
-
-
-@pytest.mark.parametrize("change", [set_param, set_state, set_grad, take_over, write_gathered, move])
+@pytest.mark.parametrize("change", [set_param, set_state, set_grad, take_over, write_gathered])
 def test_changes_after_a_backward_that_raised_are_those_of_one_that_did_not(change: Any) -> None:
     found = []
     for fails in (True, False):
@@ -108,31 +100,6 @@ def test_changes_after_a_backward_that_raised_are_those_of_one_that_did_not(chan
         found.append(values(model, optimizer))
         optimizer.close()
     assert different(*found) == []
-
-
-def test_setting_a_parameter_inside_a_pass_is_refused(tmp_path: Path) -> None:
-    """Where its unit, or another one, is gathered ahead."""
-    model, optimizer, scheduler = after_steps()
-    optimizer.save(tmp_path / "a")
-    goes_on = go_on(RUN, model, optimizer, scheduler, steps=1)
-    optimizer.load(tmp_path / "a")
-    said: list[str] = []
-
-    def attempt(*_: Any) -> None:
-        for parameter in (model.first.weight, model.last.weight):
-            with pytest.raises(penstock.EngineError) as caught:
-                optimizer.set_full_param(parameter, torch.zeros(parameter.shape))
-            said.append(str(caught.value))
-
-    handles = [model.blocks[0].register_forward_hook(attempt), model.last.weight.register_hook(attempt)]
-    optimizer.backward(model(torch.ones(4, 12)).square().mean())
-    for handle in handles:
-        handle.remove()
-    assert len(said) == 4
-    assert all("inside a forward or a backward" in text for text in said)
-    optimizer.zero_grad()
-    assert go_on(RUN, model, optimizer, scheduler, steps=1).otherwise(goes_on) == []
-    optimizer.close()
 
 
 # In the middle
@@ -150,9 +117,13 @@ def check_torn(run: Run, prepared: Prepared, whole: Path, expected: Values) -> N
     iterate(run, *prepared, 1, 0, 1)
 
 
-@pytest.mark.parametrize("where", ["write_buffer", "write_averages", "write_weights"])
 @pytest.mark.parametrize(
-    "error", [OutOfMemoryError("out of memory"), KeyboardInterrupt()], ids=lambda e: type(e).__name__
+    ("where", "error"),
+    [
+        ("write_buffer", KeyboardInterrupt()),
+        ("write_averages", OutOfMemoryError("out of memory")),
+        ("write_weights", KeyboardInterrupt()),
+    ],
 )
 def test_what_fails_after_the_first_write_of_a_load_tears(
     where: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -286,7 +257,7 @@ def growing(rows: int, *, view: bool = False) -> tuple[Growing, penstock.Optimiz
     return model, penstock.prepare(model, torch.optim.AdamW(model.parameters()))
 
 
-@pytest.mark.parametrize(("rows", "now"), [(2, 5), (5, 2), (0, 3), (3, 0)])
+@pytest.mark.parametrize(("rows", "now"), [(2, 5), (3, 0)])
 def test_a_buffer_that_has_grown_is_loaded(
     rows: int, now: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -381,18 +352,16 @@ def two_checkpoints(parent: Path) -> tuple[Prepared, Values]:
     return prepared, old
 
 
-@pytest.mark.parametrize("verify", [None, True])
-def test_a_damaged_tile_changes_nothing_once_a_step_was_made(verify: bool | None, tmp_path: Path) -> None:
+def test_a_damaged_tile_changes_nothing_once_a_step_was_made(tmp_path: Path) -> None:
     (model, optimizer, _), _ = two_checkpoints(tmp_path)
     before = values(model, optimizer)
     with pytest.raises(penstock.CheckpointError, match="is damaged"):
-        optimizer.load(tmp_path / "new", verify=verify)
+        optimizer.load(tmp_path / "new")
     assert different(values(model, optimizer), before) == []
     optimizer.close()
 
 
-@pytest.mark.parametrize("verify", [None, True, False])
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(("verify", "trained"), [(None, True), (True, False), (False, True), (False, False)])
 def test_the_newest_that_verifies_is_taken(
     verify: bool | None, trained: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

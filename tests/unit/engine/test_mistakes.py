@@ -13,11 +13,12 @@ from torch.nn.utils import clip_grad_norm_
 
 import penstock
 from penstock.errors import ConfigError, EngineError
-from tests.lib.engines import prepare_on
+from tests.lib.engines import ON_CPU, adamw, assert_same_state, state
+from tests.lib.engines import prepared as prepare
+from tests.lib.models import seeded
 from tests.lib.streams import inline, separate
 from tests.models.modules_rows import Stack
 
-ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 METHODS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "step": lambda o: o.step(),
     "zero_grad": lambda o: o.zero_grad(),
@@ -30,12 +31,12 @@ METHODS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 def prepared(
-    streams: Callable[[], Any] = separate, precision: str = "fp32", **rest: Any
+    streams: Callable[[], Any] = separate, precision: str = "fp32"
 ) -> tuple[Stack, torch.optim.Optimizer, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = Stack()
-    given = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, given, prepare_on(streams(), model, given, placement=ON_CPU, precision=precision, **rest)
+    """The model, the optimizer that was given, and the one that `prepare` returned."""
+    model = seeded(Stack)
+    given = adamw(model.parameters())
+    return model, given, prepare(model, streams, stock=lambda _: given, precision=precision, **ON_CPU)[1]
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -60,14 +61,13 @@ def group(tmp_path: Path) -> Any:
 # The optimizer that was given
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_given_optimizer_refuses_until_close(name: str) -> None:
+def test_the_given_optimizer_refuses_until_close() -> None:
     model, given, optimizer = prepared()
     loss_of(model).backward()
-    with pytest.raises(
-        EngineError, match=rf"{name}\(\) of the AdamW that was given to prepare\(\).*prepare\(\) returned"
-    ):
-        METHODS[name](given)
+    for name, call in METHODS.items():
+        text = rf"{name}\(\) of the AdamW that was given to prepare\(\).*prepare\(\) returned"
+        with pytest.raises(EngineError, match=text):
+            call(given)
     assert not optimizer.step().skipped
     optimizer.close()
     assert not vars(given).keys() & METHODS.keys()
@@ -81,14 +81,13 @@ def test_the_given_optimizer_refuses_until_close(name: str) -> None:
 @pytest.mark.parametrize("made", ["before prepare", "after prepare", "over ours"])
 def test_schedulers_over_the_given_optimizer_work(made: str) -> None:
     def run(plain: bool) -> tuple[list[float], list[float]]:
-        torch.manual_seed(0)
-        model = Stack()
-        given = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model = seeded(Stack)
+        given = adamw(model.parameters())
         make = torch.optim.lr_scheduler.CosineAnnealingLR
         scheduler = make(given, 4) if made == "before prepare" else None
         optimizer: Any = given
         if not plain:
-            optimizer = prepare_on(separate(), model, given, placement=ON_CPU, precision="fp32")
+            _, optimizer = prepare(model, stock=lambda _: given, **ON_CPU)
         scheduler = scheduler or make(optimizer if made == "over ours" else given, 4)
         rates, losses = [], []
         for _ in range(4):
@@ -157,9 +156,7 @@ def test_a_wrapped_model_is_not_prepared(group: None) -> None:
 
 
 def test_a_compiled_model_is_prepared() -> None:
-    torch.manual_seed(0)
-    model = torch.compile(Stack(), backend="eager")
-    optimizer = prepare_on(separate(), model, torch.optim.AdamW(model.parameters(), lr=1e-2), precision="fp32")
+    model, optimizer = prepare(torch.compile(seeded(Stack), backend="eager"))
     plain, _, other = prepared()
     assert step(model, optimizer) == pytest.approx(step(plain, other), rel=1e-5)
     clip_grad_norm_(model.parameters(), 1.0)
@@ -170,8 +167,7 @@ def test_a_compiled_model_is_prepared() -> None:
 # Loss scaling by people
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize(("precision", "unscales"), [("fp32", False), ("bf16", True), ("fp16", False)])
 def test_a_grad_scaler_is_named(precision: str, unscales: bool) -> None:
     model, _, optimizer = prepared(precision=precision)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -197,8 +193,7 @@ def test_a_disabled_grad_scaler_passes_through() -> None:
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         step(reference, other)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(optimizer.full_param(p), other.full_param(q))
+    assert_same_state(state(model, optimizer), state(reference, other))
     optimizer.close()
     other.close()
 
@@ -218,6 +213,7 @@ def through_safetensors(model: nn.Module, folder: Path) -> Any:
     return save_model(model, str(folder / "model.safetensors"))
 
 
+#: What needs the values of a whole model.
 SAVES: dict[str, Callable[[Any, Path], Any]] = {
     "model.state_dict()": lambda model, _: model.state_dict(),
     "submodule.state_dict()": lambda model, _: model.blocks[1].state_dict(),
@@ -243,83 +239,7 @@ def test_a_model_is_not_saved_while_it_is_released(name: str, tmp_path: Path, gr
     optimizer.close()
 
 
-def test_save_pretrained_is_refused_while_the_model_is_released(tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config)
-    optimizer = prepare_on(separate(), model, torch.optim.SGD(model.parameters(), lr=0.1), placement=ON_CPU)
-    with pytest.raises(EngineError, match=r"inside optimizer\.gathered\(\)"):
-        model.save_pretrained(tmp_path / "a")
-    with optimizer.gathered():
-        model.save_pretrained(tmp_path / "b")
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.bfloat16)
-    for p, q in zip(model.parameters(), loaded.parameters(), strict=True):
-        assert torch.equal(optimizer.full_param(p).bfloat16(), q)
-    optimizer.close()
-
-
 # Loops
-
-
-def by_hand(model: nn.Module) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= 0.1 * p.grad
-
-
-def by_hand_in_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data.add_(p.grad, alpha=-0.1)
-
-
-def clip_adaptively(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad.detach().norm(p=2, dim=0, keepdim=True)
-
-
-LOOPS: dict[str, Callable[[nn.Module], object]] = {
-    "SGD by hand": by_hand,
-    "SGD by hand, in .data": by_hand_in_data,
-    "adaptive clipping": clip_adaptively,
-    "clip_grad_value_": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
-    "a second optimizer": lambda model: torch.optim.Adam(model.parameters(), lr=0.1).step(),
-    "a flat gradient": lambda model: nn.utils.parameters_to_vector(p.grad for p in model.parameters()),
-    "gradients kept for later": lambda model: [p.grad.clone() for p in model.parameters()],
-}
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_that_reads_gradients_is_refused_by_name(name: str) -> None:
-    for streams in (inline, separate):
-        model, _, optimizer = prepared(streams)
-        loss_of(model).backward()
-        before = [optimizer.full_param(p) for p in model.parameters()]
-        with pytest.raises(EngineError, match=r"optimizer\.full_grad|is released"):
-            LOOPS[name](model)
-        assert all(torch.equal(optimizer.full_param(p), q) for p, q in zip(model.parameters(), before, strict=True))
-        assert not optimizer.step().skipped
-        optimizer.close()
-
-
-def test_gradients_scaled_by_the_number_of_tokens() -> None:
-    results = []
-    for scale in ("loss", "gradients"):
-        model, _, optimizer = prepared()
-        for _ in range(2):
-            (loss_of(model) / (8 if scale == "loss" else 1)).backward()
-        if scale == "gradients":
-            for p in model.parameters():
-                p.grad *= torch.tensor(1 / 8)
-        norm = clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        results.append([norm, *(optimizer.full_param(p) for p in model.parameters())])
-        optimizer.close()
-    for first, second in zip(*results, strict=True):
-        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-7)
 
 
 def test_hooks_of_gradients_see_them_or_are_refused() -> None:
