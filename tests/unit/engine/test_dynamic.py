@@ -212,12 +212,10 @@ def test_every_step_is_the_one_of_plain_torch(name: str) -> None:
 
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=list(ROWS))
 def test_no_movement_changes_a_bit(number: int) -> None:
-    """Two of the movements for each row: each movement meets several, and `tests/parity` has all of them."""
+    """One of the movements for each row, and `tests/parity` has all of them."""
     row = list(ROWS.values())[number]
     fitting = [m for m in MOVEMENTS if m["overlap"] != "backward" or row not in ENDS_WITH_UPDATES_IN_BACKWARD]
-    expected = ours(row, streams=inline, overlap="none")
-    for movement in (fitting[number % len(fitting)], fitting[(number + 3) % len(fitting)]):
-        assert_same_state(ours(row, **movement), expected)
+    assert_same_state(ours(row, **fitting[number % len(fitting)]), ours(row, streams=inline, overlap="none"))
 
 
 @pytest.mark.parametrize("owned", [True, False], ids=["in a group", "in no group"])

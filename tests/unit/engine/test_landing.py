@@ -16,13 +16,13 @@ from penstock.runtime.topology import Reach
 from penstock.tiers.staging import MEMORY_SLOTS, StagingPlan
 from penstock.tiers.storage import CellPlan, SegmentPlan
 from penstock.trace import NO_LABEL, Label
-from tests.lib.engines import prepare_on
-from tests.lib.memory import disks, pinning_on_cpu
+from tests.lib.engines import TILE_BYTES, prepared
+from tests.lib.memory import pinning_on_cpu
+from tests.lib.models import stack
 from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import shares
 
 WIDTH = 96  # 2 * 96 * 97 gradients in bf16: 10 tiles of 4 KiB
-TILE_BYTES = 4096
 
 
 class InTurn(SimulatedStreams):
@@ -62,12 +62,8 @@ class InTurn(SimulatedStreams):
         return super().submit(stream, late, label=label, **rest)
 
 
-def prepared(streams: Any, **rest: Any) -> tuple[nn.Module, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = penstock.Options(tile_bytes=TILE_BYTES)
-    return model, prepare_on(streams, model, stock, options=options, **rest)
+def landing(streams: Any, **how: Any) -> tuple[nn.Module, penstock.Optimizer]:
+    return prepared(lambda: stack(layers=2, width=WIDTH), streams, precision="bf16", **how)
 
 
 def backward(model: nn.Module, optimizer: penstock.Optimizer, seed: int) -> None:
@@ -78,7 +74,7 @@ def backward(model: nn.Module, optimizer: penstock.Optimizer, seed: int) -> None
 def test_the_next_tile_comes_down_while_one_is_added() -> None:
     found = []
     for streams in (inline(), InTurn()):
-        model, optimizer = prepared(streams, placement=penstock.Placement(grads="cpu", optimizer="cpu"))
+        model, optimizer = landing(streams, grads="cpu", optimizer="cpu")
         backward(model, optimizer, 0)
         optimizer.synchronize()
         if isinstance(streams, InTurn):
@@ -119,20 +115,18 @@ WHERE: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
-@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+@pytest.mark.parametrize(("where", "pinned"), [*((where, True) for where in WHERE), ("cpu", False)])
 def test_gradients_summed_in_fp32_come_down_in_the_reduce_dtype(
     where: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Two bytes for each parameter, whatever the home holds. Cast on the device it would be four, and a temporary."""
-    where = where if isinstance(where, str) else dict(where)
-    placement = penstock.Placement(grads=where, optimizer="cpu", nvme_path=disks())
+    where = WHERE[where] if isinstance(WHERE[where], str) else dict(WHERE[where])
     found = []
     for streams in (inline(), separate(), simulated(), Counting()):
         with monkeypatch.context() as patch:
             if not pinned:
                 pinning_on_cpu(patch, limit=0)
-            model, optimizer = prepared(streams, placement=placement, grad_accumulation_dtype=torch.float32)
+            model, optimizer = landing(streams, grads=where, optimizer="cpu", grad_accumulation_dtype=torch.float32)
             backward(model, optimizer, 0)
             optimizer.synchronize()
             if isinstance(streams, Counting):

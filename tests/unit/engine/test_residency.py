@@ -23,7 +23,7 @@ from tests.faults.failing_files import Faults
 from tests.lib.covering import covering, named
 from tests.lib.engines import assert_same_state, loss_of, prepared, state, train
 from tests.lib.memory import shorten_rings
-from tests.lib.models import Block, Blocks, seeded, stack
+from tests.lib.models import Blocks, opaque_blocks, stack
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import Refusal, refused_unchanged, rows
 from tests.lib.streams import BreakingStreams, BrokenError, GatedStreams, inline, separate, simulated
@@ -40,30 +40,12 @@ def late() -> Streams:
 BACK_ENDS = (inline, separate, late)
 
 
-class Opaque:
-    """An output that cannot be looked into."""
-
-    __slots__ = ("get",)
-
-    def __init__(self, value: Tensor) -> None:
-        self.get = lambda: value
-
-
-class Wraps(Block):
-    def forward(self, x: Tensor) -> Any:
-        return Opaque(super().forward(x))
-
-
-class Unwraps(Block):
-    def forward(self, x: Any) -> Tensor:
-        return super().forward(x.get())
-
-
 def net(variant: str = "plain") -> Blocks:
     """Three blocks, one of which is half frozen."""
-    model = Blocks(3, WIDTH, recomputes=False if variant == "checkpointed" else None)
     if variant == "opaque":
-        model.blocks[1], model.blocks[2] = seeded(lambda: Wraps(WIDTH)), seeded(lambda: Unwraps(WIDTH))
+        model = opaque_blocks(WIDTH)
+    else:
+        model = Blocks(3, WIDTH, recomputes=False if variant == "checkpointed" else None)
     model.blocks[1].down.requires_grad_(False)
     return model
 

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import nn
 import penstock
 from penstock.engine.step.context import LossScale, SkippedSteps
 from penstock.errors import EngineError
-from tests.lib.engines import prepare_on
+from tests.lib.engines import loss_of, prepared, sgd
+from tests.lib.models import stack
 from tests.lib.ranks import run_ranks
-from tests.lib.streams import inline, separate, simulated
+from tests.lib.streams import simulated
 
 WIDTH = 8
 
@@ -27,11 +29,8 @@ class Net(nn.Module):
         return self.good(x).float().sum() + self.bad(x).float().sum() * factor
 
 
-def prepared(precision: str = "fp32", **options: object) -> tuple[Net, penstock.Optimizer]:
-    model = Net()
-    given = torch.optim.SGD(model.parameters(), lr=0.1)
-    chosen = penstock.Options(**options)  # type: ignore[arg-type]
-    return model, prepare_on(separate(), model, given, precision=precision, options=chosen)
+def net(precision: str = "fp32", **options: Any) -> tuple[Net, penstock.Optimizer]:
+    return prepared(Net, stock=sgd, precision=precision, **options)
 
 
 def step(model: Net, optimizer: penstock.Optimizer, factor: float) -> penstock.StepResult:
@@ -42,7 +41,7 @@ def step(model: Net, optimizer: penstock.Optimizer, factor: float) -> penstock.S
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_first_skipped_step_is_said_once_and_names_its_parameters(precision: str) -> None:
-    model, optimizer = prepared(precision)
+    model, optimizer = net(precision)
     with pytest.warns(UserWarning, match=r"Not finite: of 'bad\.weight', 'bad\.bias'\. ") as caught:
         assert step(model, optimizer, math.nan).skipped
     assert len(caught) == 1
@@ -56,7 +55,7 @@ def test_the_first_skipped_step_is_said_once_and_names_its_parameters(precision:
 
 @pytest.mark.filterwarnings("ignore:The step was skipped")
 def test_too_many_in_a_row_are_an_error_and_nothing_was_updated() -> None:
-    model, optimizer = prepared(max_skipped_steps=3)
+    model, optimizer = net(max_skipped_steps=3)
     before = [optimizer.full_param(p) for p in model.parameters()]
     for factor in (math.nan, math.nan):
         assert step(model, optimizer, factor).skipped
@@ -66,13 +65,8 @@ def test_too_many_in_a_row_are_an_error_and_nothing_was_updated() -> None:
     assert not step(model, optimizer, 1.0).skipped  # the count begins anew
     assert step(model, optimizer, math.nan).skipped
     optimizer.close()
-
-
-@pytest.mark.filterwarnings("ignore:The step was skipped")
-def test_none_skips_for_ever() -> None:
-    model, optimizer = prepared(max_skipped_steps=None)
-    for _ in range(5):
-        assert step(model, optimizer, math.nan).skipped
+    model, optimizer = net(max_skipped_steps=None)
+    assert all(step(model, optimizer, math.nan).skipped for _ in range(5))
     optimizer.close()
 
 
@@ -107,7 +101,7 @@ def test_a_loss_scale_never_falls_to_zero() -> None:
 
 @pytest.mark.filterwarnings("ignore:The step was skipped")
 def test_endless_nan_in_fp16_ends_in_an_error() -> None:
-    model, optimizer = prepared("fp16", max_skipped_steps=2, initial_loss_scale=4.0)
+    model, optimizer = net("fp16", max_skipped_steps=2, initial_loss_scale=4.0)
     for _ in range(3):
         assert step(model, optimizer, math.nan).skipped
     with pytest.raises(EngineError, match="The loss scale is 1, "):
@@ -116,9 +110,7 @@ def test_endless_nan_in_fp16_ends_in_an_error() -> None:
 
 
 def bad_on_the_second(rank: int) -> list[str]:
-    model = Net()
-    given = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = prepare_on(inline(), model, given, precision="fp32", options=penstock.Options(max_skipped_steps=2))
+    model, optimizer = net(max_skipped_steps=2)
     said = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -137,27 +129,20 @@ def test_every_rank_names_the_parameters_of_the_one_that_has_them() -> None:
     assert all("Not finite: of 'bad.weight', 'bad.bias'. " in text for text in first)
 
 
-@pytest.mark.parametrize("make", [inline, separate, simulated])
-def test_the_norm_is_the_same_however_parameters_are_grouped_and_wherever_they_are(make: object) -> None:
+def test_the_norm_is_the_same_however_parameters_are_grouped_and_wherever_they_are() -> None:
     """To the last bit: sums are rounded once."""
 
-    def norms(**how: object) -> list[float]:
-        torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24)) for _ in range(6)]
-        model = nn.Sequential(nn.Linear(24, 24), *blocks)
-        given = torch.optim.SGD(model.parameters(), lr=1e-3)
-        optimizer = prepare_on(make(), model, given, precision="fp32", **how)  # type: ignore[operator]
+    def norms(**how: Any) -> list[float]:
+        model, optimizer = prepared(lambda: stack(layers=6, width=24), simulated, **how)
         found = []
-        for seed in range(6):
-            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(seed))
-            optimizer.backward(model(x).square().sum())
+        for seed in range(4):
+            optimizer.backward(loss_of(model, seed))
             found.append(optimizer.step().grad_norm)
             optimizer.zero_grad()
         optimizer.close()
         return found
 
     expected = norms()
-    for nbytes in (64, 128, 1 << 20):
-        assert norms(options=penstock.Options(persistent_bytes=nbytes)) == expected
-    assert norms(units=(nn.Linear,)) == expected
-    assert norms(placement=penstock.Placement(grads={"device": 0.5, "cpu": 0.5})) == expected
+    for how in ({"persistent_bytes": 128}, {"persistent_bytes": 1 << 20}, {"grads": {"device": 0.5, "cpu": 0.5}}):
+        assert norms(**how) == expected
+    assert norms(units=lambda name, module: name in ("1", "3")) == expected
