@@ -14,7 +14,6 @@ FIRST, SECOND, THIRD = ((step[0][0]) for step in batches(1, 1)[:3])
 
 @pytest.fixture(params=[(inline, Movement()), (simulated, Movement(3, "cpu", "cpu", "cpu"))], ids=["device", "cpu"])
 def handle(request: pytest.FixtureRequest) -> Any:
-    """Everywhere else the same is seen: `tests/parity/test_access.py`."""
     streams, how = request.param
     model, optimizer = prepared(Arithmetic(), how.but(tile_bytes=4096), streams())
     yield model, optimizer
@@ -52,21 +51,6 @@ def test_a_parameter_that_is_set_between_two_forwards_is_used_by_the_second(hand
     assert torch.equal(loss_of(model, SECOND), loss_of(plain, SECOND))
 
 
-def test_a_gradient_that_is_set_is_the_only_one_after_zero_grad(handle: Handle) -> None:
-    model, optimizer = handle
-    optimizer.backward(loss_of(model, FIRST))
-    optimizer.zero_grad()
-    weight = model.blocks[0].down.weight
-    before = {p: optimizer.full_param(p) for p in model.parameters()}
-    value = torch.full_like(before[weight], 0.5)
-    optimizer.set_full_grad(weight, value)
-    assert torch.equal(optimizer.full_grad(weight), value)
-    assert optimizer.step().grad_norm == pytest.approx(value.norm().item())
-    for p, values in before.items():
-        assert torch.equal(optimizer.full_param(p), values) == (p is not weight)
-        assert optimizer.full_state(p, "step") == (p is weight)
-
-
 def test_a_micro_batch_adds_to_a_gradient_that_was_set(handle: Handle) -> None:
     model, optimizer = handle
     optimizer.backward(loss_of(model, FIRST))
@@ -89,18 +73,3 @@ def test_a_gradient_that_is_set_replaces_what_was_accumulated(handle: Handle) ->
     plain.first.bias.grad.fill_(2.0)
     squares = sum(q.grad.double().square().sum() for q in plain.parameters())
     assert optimizer.step().grad_norm == squares.sqrt().float().item()
-
-
-def test_masters_keep_what_was_not_written() -> None:
-    """The bf16 parameters show half of the bits; the other half survives a block that changes other elements."""
-    model, optimizer = prepared(Arithmetic(precision="bf16"), Movement(), inline())
-    weight = model.first.weight
-    before = optimizer.full_param(weight)
-    with optimizer.gathered([weight], modify=True), torch.no_grad():
-        weight[0, 0] = 1.5
-    after = optimizer.full_param(weight)
-    assert after[0, 0] == 1.5
-    after[0, 0] = before[0, 0]
-    assert torch.equal(after, before)
-    assert not torch.equal(before, before.bfloat16().float())
-    optimizer.close()

@@ -12,7 +12,6 @@ from penstock.errors import ConfigError, EngineError
 from tests.lib.engines import prepared as prepare
 from tests.lib.engines import sgd
 from tests.lib.models import stack
-from tests.lib.ranks import run_ranks
 
 WIDTH = 48
 NORMS = [2.0, 1.0, 3.0, math.inf]
@@ -100,25 +99,3 @@ def test_what_is_refused_changes_nothing() -> None:
     assert all(torch.equal(optimizer.full_grad(p), g) for p, g in zip(model.parameters(), before, strict=True))
     assert not optimizer.step().skipped
     optimizer.close()
-
-
-def norms_on(rank: int) -> list[float]:
-    model = stack(width=WIDTH)
-    optimizer = penstock.prepare(model, sgd(model.parameters()), precision="fp32")
-    found = []
-    for norm_type in NORMS:
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, rank))
-        found.append(float(optimizer.clip_grad_norm_(0.5, norm_type)))
-    optimizer.close()
-    return found
-
-
-def test_over_two_ranks_it_is_the_norm_of_the_mean() -> None:
-    reference = stack(width=WIDTH)
-    for rank in range(2):
-        (loss_of(reference, rank) / 2).backward()
-    gradients = [p.grad for p in reference.parameters()]
-    expected = [float(torch.nn.utils.get_total_norm(gradients, n)) for n in NORMS]
-    for found in run_ranks(norms_on, 2):
-        assert found == pytest.approx(expected, rel=1e-5)

@@ -20,7 +20,6 @@ from tests.lib.engines import prepared
 from tests.lib.models import Block, seeded
 from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import Arithmetic, Movement, changed, shares
-from tests.unit.engine.test_memory import hooks_of
 
 WIDTH, STEPS = 24, 2
 SMALL = {"tile_bytes": 4 << 10}
@@ -147,12 +146,25 @@ def what_there_is() -> dict[str, Any]:
     gc.collect()
     return {
         "bytes": tensor_bytes(),
-        "threads": threading.active_count(),
+        "python threads": threading.active_count(),
+        "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "objects": Counter(
             t.__name__ for t in map(type, gc.get_objects()) if str(t.__module__).startswith("penstock.")
         ),
     }
+
+
+def hooks_of(model: nn.Module) -> dict[str, int]:
+    found = {}
+    for name, module in model.named_modules():
+        for kind, value in vars(module).items():
+            if kind.endswith(("hooks", "hooks_with_kwargs", "hooks_always_called")) and value:
+                found[f"{name}.{kind}"] = len(value)
+    for name, parameter in model.named_parameters():
+        found[name] = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+        found[f"{name}, grad"] = len(parameter._backward_hooks or ())
+    return found
 
 
 def traces_of(model: nn.Module) -> list[Any]:

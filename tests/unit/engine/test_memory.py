@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from penstock.layout import ALIGNMENT_NUMEL
-from penstock.runtime.host_memory import PAGE_BYTES, return_free_memory
-from tests.accounts import allocations, cells
+from penstock.runtime.host_memory import return_free_memory
+from tests.accounts import allocations
 from tests.lib.engines import ON_CPU, prepared, train
 from tests.lib.models import stack
-from tests.lib.streams import STREAMS, inline, separate, simulated
+from tests.lib.streams import STREAMS, inline, separate
 
 TIERS = ("device", "cpu")
 MIB = 1 << 20
@@ -62,29 +62,6 @@ def test_the_report_is_bytes_per_parameter_on_each_tier(precision: str, master: 
         optimizer.close()
 
 
-@pytest.mark.parametrize("streams", [inline, separate], ids=["in host memory", "beside it"])
-def test_the_allocator_holds_what_the_report_says_and_less_than_a_page_a_cell_more(streams: Any) -> None:
-    model, optimizer = prepared(stack, streams, precision="bf16", **ON_CPU)
-    store = optimizer._engine.context.store
-    planned = cells(store)
-    reported = optimizer.locations().bytes(tier="cpu")
-    assert reported == sum(cell.nbytes for cell in planned)
-    arenas = allocations(optimizer)
-    assert all(arena.used == arena.capacity for arena in arenas), "planned exactly"
-    assert 0 <= sum(arena.capacity for arena in arenas) - reported < PAGE_BYTES * len(planned)
-    slabs: dict[str, set[int]] = {}
-    for segment in store._segments:
-        pointers = slabs.setdefault(segment.plan.storage, set())
-        pointers |= {tensor.untyped_storage().data_ptr() for tensor in segment.tensors}
-    assert set(map(len, slabs.values())) == {1}, "one slab for each home"
-    assert len(arenas) == len(slabs)
-    numel = sum(p.numel() + ALIGNMENT_NUMEL for p in model.parameters())
-    state = reported - optimizer.locations().bytes(kind="staging")
-    assert state <= 14 * numel
-    assert state - optimizer.locations().bytes(kind="grad") <= 12 * numel
-    optimizer.close()
-
-
 def test_gathered_memory_is_in_the_report_while_it_is_held_and_not_longer() -> None:
     model, optimizer = prepared(stack, precision="bf16", **ON_CPU)
     assert optimizer.locations().bytes(kind="gathered") == 0
@@ -97,54 +74,6 @@ def test_gathered_memory_is_in_the_report_while_it_is_held_and_not_longer() -> N
     assert seen == [2 * padded_numel(model[1])]
     assert optimizer.locations().bytes(kind="gathered") == 0
     optimizer.close()
-
-
-@pytest.mark.parametrize(
-    ("streams", "keep_params"), [(inline, True), (separate, True), (simulated, True), (separate, False)]
-)
-def test_close_leaves_the_model_as_it_was(streams: Any, keep_params: bool) -> None:
-    threads = set(threading.enumerate())
-    model = stack()
-    model.register_buffer("scale", torch.ones(3, dtype=torch.float64))
-    hooks_before = hooks_of(model)
-    _, optimizer = prepared(model, streams, precision="bf16", **ON_CPU)
-    train(model, optimizer)
-    expected = [optimizer.full_param(p) for p in model.parameters()]
-    shapes = [p.shape for p in model.parameters()]
-    optimizer.close(keep_params=keep_params)
-    optimizer.close()
-    assert set(threading.enumerate()) == threads
-    assert hooks_of(model) == hooks_before
-    assert "zero_grad" not in vars(model)
-    assert model.scale.dtype == torch.float64
-    for parameter, value in zip(model.parameters(), expected, strict=True):
-        assert parameter.dtype == torch.float32
-        assert parameter.grad is None
-        assert parameter.requires_grad
-        assert not vars(parameter), "no private attributes"
-        if keep_params:
-            assert torch.equal(parameter, value)
-            assert parameter.is_contiguous()
-            assert parameter.untyped_storage().nbytes() == 4 * value.numel(), "no view of a larger buffer"
-        else:
-            assert parameter.numel() == 0
-    if keep_params:  # a plain model again
-        model(torch.ones(1, 16)).sum().backward()
-        assert all(p.grad.shape == shape for p, shape in zip(model.parameters(), shapes, strict=True))
-        model.zero_grad()
-        assert all(p.grad is None for p in model.parameters())
-
-
-def hooks_of(model: nn.Module) -> dict[str, int]:
-    found = {}
-    for name, module in model.named_modules():
-        for kind, value in vars(module).items():
-            if kind.endswith(("hooks", "hooks_with_kwargs", "hooks_always_called")) and value:
-                found[f"{name}.{kind}"] = len(value)
-    for name, parameter in model.named_parameters():
-        found[name] = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-        found[f"{name}, grad"] = len(parameter._backward_hooks or ())
-    return found
 
 
 def test_a_closed_engine_is_garbage() -> None:

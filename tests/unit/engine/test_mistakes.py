@@ -155,15 +155,6 @@ def test_a_wrapped_model_is_not_prepared(group: None) -> None:
             penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_compiled_model_is_prepared() -> None:
-    model, optimizer = prepare(torch.compile(seeded(Stack), backend="eager"))
-    plain, _, other = prepared()
-    assert step(model, optimizer) == pytest.approx(step(plain, other), rel=1e-5)
-    clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.close()
-    other.close()
-
-
 # Loss scaling by people
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,16 +78,13 @@ INT8 = (("state_dtype", "int8"),)
 ROWS = [
     Row("default"),
     Row("fp32", precision="fp32", streams=separate, tile_bytes=6144),
-    Row("fp32 master", master="fp32", overlap="none"),
     Row("int8", options=INT8, tile_bytes=5120),
     Row("int8, one group", options=(*INT8, ("update_threads", 3)), groups=False, streams=separate),
-    Row("bf16 states", options=(("state_dtype", "bf16"), ("rounding", "stochastic"))),
+    Row("bf16 states", master="fp32", overlap="none", options=(("state_dtype", "bf16"), ("rounding", "stochastic"))),
     Row("optimizer alone", storages=("optimizer",), streams=late),
-    Row("all but gradients", storages=("params", "optimizer")),
     Row("gradients alone", storages=("grads",)),
     Row("amsgrad", optimizer=partial(torch.optim.Adam, amsgrad=True)),
     Row("sgd", optimizer=torch.optim.SGD),
-    Row("late", streams=late),
     Row("in backward", overlap="backward", streams=separate),
     Row("large tiles", tile_bytes=1 << 20),
 ]
@@ -151,7 +147,7 @@ def test_the_sum_of_each_record_is_that_of_its_bytes(row: Row, transfers: list[T
     optimizer.close()
 
 
-@pytest.mark.parametrize("row", ROWS[:5], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS[:4], ids=lambda row: row.name)
 def test_the_threads_of_files_sum_nothing_of_an_update(row: Row, transfers: list[Transfer]) -> None:
     model, optimizer = row.prepare()
     iterate(model, optimizer)
@@ -215,21 +211,4 @@ def test_a_tile_that_may_not_be_updated_is_put_back_as_it_was(
     optimizer.synchronize()
     assert all(kept == found for _, kept, found in stored(optimizer))
     assert all(torch.equal(optimizer.full_param(p), b) for p, b in zip(model.parameters(), before, strict=True))
-    optimizer.close()
-
-
-def test_a_checkpoint_after_such_steps_is_whole(tmp_path: Path, transfers: list[Transfer]) -> None:
-    """Tiles are copied with the checksums that updates have left."""
-    row = Row("")
-    model, optimizer = row.prepare()
-    for _ in range(2):
-        iterate(model, optimizer)
-    optimizer.save(tmp_path / "a")
-    iterate(model, optimizer)
-    expected = [optimizer.full_param(p) for p in model.parameters()]
-    optimizer.close()
-    model, optimizer = row.prepare()
-    optimizer.load(tmp_path / "a")
-    iterate(model, optimizer)
-    assert all(torch.equal(optimizer.full_param(p), e) for p, e in zip(model.parameters(), expected, strict=True))
     optimizer.close()
