@@ -259,8 +259,9 @@ def of_gathered(model: Net, optimizer: penstock.Optimizer) -> Tensor:
         return model.last.weight.square().sum()
 
 
-@pytest.mark.parametrize("begin", [lambda model, _: loss(model), of_gathered], ids=["forward", "gathered"])
-@pytest.mark.parametrize("made_of", [inline, separate])
+@pytest.mark.parametrize(
+    ("made_of", "begin"), [(inline, lambda model, _: loss(model)), (separate, of_gathered)], ids=["forward", "gathered"]
+)
 def test_a_graph_from_before_is_refused(made_of: Callable[[], Any], begin: Callable[..., Tensor]) -> None:
     model, optimizer = prepared(streams=made_of)
     made = begin(model, optimizer)

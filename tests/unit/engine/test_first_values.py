@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CheckpointError, ConfigError, EngineError
 from tests.lib.engines import prepared as prepare
-from tests.lib.models import seeded
+from tests.lib.models import seeded, stack
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 
@@ -39,15 +39,11 @@ def assert_holds(optimizer: penstock.Optimizer, model: nn.Module, expected: nn.M
 # The model's own initialisation
 
 
-def apply_resets(model: nn.Module) -> None:
-    """As its author would."""
-
-    def reset(module: nn.Module) -> None:
-        run = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if run is not None:
-            run()
-
-    model.apply(reset)
+def reset(module: nn.Module) -> None:
+    """What its author would apply to a model."""
+    run = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if run is not None:
+        run()
 
 
 class Shared(nn.Module):
@@ -83,7 +79,7 @@ def transformer() -> nn.Module:
 def test_init_visits_modules_as_apply_does(make: Callable[[], nn.Module], meta: bool) -> None:
     reference = make()
     torch.manual_seed(3)
-    apply_resets(reference)
+    reference.apply(reset)
     for streams, storages in ((inline, {}), (separate, {"params": "cpu"}), (simulated, {"params": "cpu"})):
         model = on_meta(make) if meta else seeded(make, 4)
         torch.manual_seed(3)
@@ -175,7 +171,7 @@ def test_a_parameter_that_cannot_be_exchanged_leaves_the_others() -> None:
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    return stack(width=WIDTH)
 
 
 @pytest.mark.parametrize("meta", [True, False])
@@ -197,10 +193,6 @@ def test_a_misfit_of_a_later_unit_leaves_the_model_as_it_was(meta: bool) -> None
     optimizer.close()
 
 
-def raising(name: str) -> Tensor:
-    raise KeyError(name)
-
-
 ODD = {
     "numpy": (np.ones((WIDTH, WIDTH)), "'1.weight' is a numpy.ndarray"),
     "none": (None, "'1.weight' is a NoneType"),
@@ -210,6 +202,8 @@ ODD = {
 
 
 def test_values_that_are_no_plain_tensors_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"weights\('0.weight'\) failed: KeyError\('0.weight'\)"):
+        prepared(blocks(), weights={}.__getitem__)
     model = blocks()
     before = [p.detach().clone() for p in model.parameters()]
     for value, match in ODD.values():
@@ -218,11 +212,6 @@ def test_values_that_are_no_plain_tensors_are_named() -> None:
             with pytest.raises(ConfigError, match=match):
                 prepared(model, weights=weights)
             assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-
-
-def test_a_function_that_fails_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"weights\('0.weight'\) failed: KeyError\('0.weight'\)"):
-        prepared(blocks(), weights=raising)
 
 
 class Tied(nn.Module):

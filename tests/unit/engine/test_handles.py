@@ -394,13 +394,3 @@ def test_anything_else_is_refused_by_name() -> None:
     assert all(torch.equal(optimizer.full_grad(p), q) for p, q in zip(model.parameters(), before, strict=True))
     assert not optimizer.step().skipped
     optimizer.close()
-
-
-def test_compiled_blocks_take_no_notice() -> None:
-    model, optimizer = prepared()
-    loss_of(model).backward()
-    model[0].compile(backend="aot_eager")
-    loss_of(model).backward()
-    clip_grad_norm_(model.parameters(), 1.0)
-    assert not optimizer.step().skipped
-    optimizer.close()

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.lib.engines import prepare_on
+from tests.lib.engines import ON_CPU, prepared
+from tests.lib.models import seeded
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.models.modules_rows import WIDTH, Block, Stack, squared
 
-ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 STEPS = 3
 
 
@@ -32,9 +32,6 @@ class Both(nn.Module):
 
 def adam(part: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(part.parameters(), lr=lr, eps=1e-2, foreach=False)
-
-
-Train = Callable[[nn.Module, Sequence[Any], int, Callable[[Tensor, Any], None]], list[float]]
 
 
 def together(model: nn.Module, optimizers: Sequence[Any], rank: int, backward: Callable[[Tensor, Any], None]) -> None:
@@ -70,10 +67,9 @@ WAYS = {"together": together, "adversaries": adversaries}
 
 
 def prepared_run(way: str, streams: Callable[[], Any], rank: int = 0, **how: Any) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Both()
+    model = seeded(Both)
     optimizers = [
-        prepare_on(streams(), part, adam(part, lr), precision="fp32", **how)
+        prepared(part, streams, stock=lambda _, part=part, lr=lr: adam(part, lr), **how)[1]
         for part, lr in ((model.encoder, 1e-2), (model.decoder, 3e-3))
     ]
     WAYS[way](model, optimizers, rank, lambda loss, optimizer: optimizer.backward(loss))
@@ -102,8 +98,7 @@ class Averaged:
 
 
 def plain_run(way: str, rank: int = 0, *, ranks: bool = False) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Both()
+    model = seeded(Both)
     made: list[Any] = [adam(model.encoder, 1e-2), adam(model.decoder, 3e-3)]
     WAYS[way](model, [Averaged(o) for o in made] if ranks else made, rank, lambda loss, _: loss.backward())
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -119,7 +114,7 @@ def assert_close(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
 def test_parts_of_one_model_train_as_with_two_torch_optimizers(way: str) -> None:
     first = prepared_run(way, inline)
     assert_close(first, plain_run(way))
-    for streams, how in ((separate, {"placement": ON_CPU}), (simulated, {"placement": ON_CPU, "overlap": "forward"})):
+    for streams, how in ((separate, ON_CPU), (simulated, {**ON_CPU, "overlap": "forward"})):
         other = prepared_run(way, streams, **how)
         assert all(torch.equal(other[name], value) for name, value in first.items())
 
@@ -128,7 +123,7 @@ def on_two_ranks(rank: int) -> None:
     for way in WAYS:
         first = prepared_run(way, inline, rank)
         assert_close(first, plain_run(way, rank, ranks=True))
-        other = prepared_run(way, lambda: simulated(rank), rank, placement=ON_CPU, overlap="forward")
+        other = prepared_run(way, lambda: simulated(rank), rank, **ON_CPU, overlap="forward")
         assert all(torch.equal(other[name], value) for name, value in first.items())
 
 
@@ -138,17 +133,17 @@ def test_two_ranks() -> None:
 
 def test_what_two_would_own_is_named() -> None:
     model = Both()
-    optimizer = prepare_on(separate(), model, adam(model, 1e-2), placement=ON_CPU)
+    _, optimizer = prepared(model, **ON_CPU)
     names = {model: "encoder.0.weight", model.decoder: "0.norm.weight", nn.Sequential(model): "0.encoder.0.weight"}
     for part, name in names.items():
         with pytest.raises(penstock.ConfigError, match=rf"prepared already.*'{name}' \(.*has an optimizer.*each part"):
             penstock.prepare(part, adam(part, 1e-2))
     optimizer.close()
-    first = prepare_on(inline(), model.encoder, adam(model.encoder, 1e-2))
+    _, first = prepared(model.encoder, inline)
     with pytest.raises(penstock.ConfigError, match=r"prepared already: parameter 'encoder.0.weight'"):
         penstock.prepare(model, adam(model, 1e-2))
     first.close()
-    prepare_on(inline(), model, adam(model, 1e-2)).close()
+    prepared(model, inline)[1].close()
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -156,8 +151,8 @@ def test_a_parameter_of_two_parts_is_named(trained: bool) -> None:
     one, other = Stack(), Stack()
     one.first.weight.requires_grad_(trained)
     other.first.weight = one.first.weight
-    optimizer = prepare_on(separate(), one, adam(one, 1e-2), placement=ON_CPU)
+    _, optimizer = prepared(one, **ON_CPU)
     with pytest.raises(penstock.ConfigError, match=r"prepared already.*parameter 'first.weight' \(16, 8\)"):
         penstock.prepare(other, adam(other, 1e-2))
     optimizer.close()
-    prepare_on(inline(), other, adam(other, 1e-2)).close()
+    prepared(other, inline)[1].close()

@@ -1,6 +1,6 @@
 """Checksums of records that updates take in passing: the same as of the bytes in the files, and taken once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,9 @@ from penstock.runtime.aio import File, Transfer, checksum
 from penstock.runtime.host_memory import page_aligned
 from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileRecords
-from tests.lib.engines import prepare_on
-from tests.lib.memory import disks, shorten_rings
+from tests.lib.engines import prepared
+from tests.lib.memory import shorten_rings
+from tests.lib.models import seeded
 from tests.lib.streams import inline, separate, simulated
 
 WIDTH, BLOCKS = 40, 2
@@ -36,14 +37,6 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x))) * self.scale
 
 
-def model_and_groups() -> tuple[nn.Module, list[dict[str, Any]]]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return model, [{"params": trained[::2]}, {"params": trained[1::2], "lr": 3e-3}]
-
-
 @dataclass(frozen=True)
 class Row:
     name: str
@@ -58,18 +51,20 @@ class Row:
     groups: bool = True
 
     def prepare(self) -> tuple[nn.Module, penstock.Optimizer]:
-        model, groups = model_and_groups()
-        stock = self.optimizer(groups if self.groups else [p for g in groups for p in g["params"]], lr=1e-2)
-        storages = {kind: "nvme" if kind in self.storages else "cpu" for kind in KINDS}
-        return model, prepare_on(
-            self.streams(),
-            model,
-            stock,
-            placement=penstock.Placement(**storages, nvme_path=disks(1)),
+        def stock(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+            groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 3e-3}]
+            return self.optimizer(groups if self.groups else parameters, lr=1e-2)
+
+        return prepared(
+            seeded(lambda: nn.Sequential(*(Block() for _ in range(BLOCKS))), 3),
+            self.streams,
+            stock=stock,
             precision=self.precision,
             master=self.master,
             overlap=self.overlap,
-            options=penstock.Options(tile_bytes=self.tile_bytes, **dict(self.options)),
+            tile_bytes=self.tile_bytes,
+            **{kind: "nvme" if kind in self.storages else "cpu" for kind in KINDS},
+            **dict(self.options),
         )
 
 
