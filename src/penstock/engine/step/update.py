@@ -489,8 +489,7 @@ class UpdateSharing:
             divided += group
         if self._steps_left:
             self._clock = self._clock or self._streams.device_clock()
-            submitted = divided if forwards else divided[::-1]
-            self._race = _Race([tile for tile in submitted if tile.divisible], self._clock)
+            self._race = _Race([tile for tile in divided[:: 1 if forwards else -1] if tile.divisible], self._clock)
         return divided
 
     def _group(self, tiles: Sequence[TileUpdate], number: int) -> list[TileUpdate]:
