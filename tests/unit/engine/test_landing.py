@@ -1,7 +1,8 @@
 """Gradients on their way down: once, in the reduce dtype, cast and added on the host while the next tile comes."""
 
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.config import GRAD, Tier
+from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.simulated import SimulatedStreams
-from penstock.runtime.streams import DOWNLOAD, UPDATE, Event, Work, across, copy
+from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, ON_DEVICE, UPDATE, Event, HostEvent, Work, across, copy
 from penstock.runtime.topology import Reach
 from penstock.tiers.staging import MEMORY_SLOTS, StagingPlan
 from penstock.tiers.storage import CellPlan, SegmentPlan
@@ -20,7 +22,8 @@ from tests.lib.engines import TILE_BYTES, prepared
 from tests.lib.memory import pinning_on_cpu
 from tests.lib.models import stack
 from tests.lib.streams import inline, separate, simulated
-from tests.parity.rows import shares
+from tests.parity.rows import Arithmetic, Movement, shares, train
+from tests.unit.machine.test_streams import FakeAccelerator
 
 WIDTH = 96  # 2 * 96 * 97 gradients in bf16: 10 tiles of 4 KiB
 
@@ -161,3 +164,60 @@ def test_a_rank_without_elements_plans_buffers_of_no_size() -> None:
     gradients = SegmentPlan(GRAD, Tier.CPU, (cell,), 0, 0, 1024)
     plan = StagingPlan([{GRAD: [gradients]}], reduce_dtype=torch.bfloat16, reach=Reach(False, True))
     assert sum(segment.nbytes for segment in plan.segments()) == 0
+
+
+# How much of a step goes through a thread of the host
+
+KIB = 1 << 10
+STREAMED = Movement(params="cpu", grads="cpu", optimizer="cpu").but(tile_bytes=4 * KIB)
+IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
+
+
+@pytest.fixture
+def streams() -> Iterator[AcceleratorStreams]:
+    """Of a device that is always busy: nothing is over when it is asked for, and the host's kernels are its own."""
+    fake = FakeAccelerator()
+    fake.over = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_device_module", lambda device: fake)
+        streams = AcceleratorStreams(torch.device("cpu"))
+    yield streams
+    streams.close()
+
+
+def count(streams: AcceleratorStreams, how: Movement, *, accumulation: int) -> tuple[Counter[str], Counter[str]]:
+    """What is submitted to each of the device's streams, and what of it goes through a thread."""
+    submitted: Counter[str] = Counter()
+    deferred: Counter[str] = Counter()
+    submit = streams._submit
+
+    def counted(stream: str, *arguments: object) -> Event:
+        event = submit(stream, *arguments)  # type: ignore[arg-type]
+        if stream in ON_DEVICE:
+            submitted[stream] += 1
+            deferred[stream] += isinstance(event, HostEvent)
+        return event
+
+    streams._submit = counted  # type: ignore[method-assign, assignment]
+    train(Arithmetic(accumulation=accumulation, clip=0.5), how, streams=streams, steps=3)
+    return submitted, +deferred
+
+
+@pytest.mark.parametrize(
+    ("how", "most"),
+    [
+        # Nothing of the host is in between: everything is enqueued by whoever submits it.
+        (STREAMED.but(streamed_updates=1.0), 0.0),
+        # The host updates the other half, and takes turns in a ring with what is brought for that.
+        (STREAMED.but(streamed_updates=0.5), 0.5),
+        # Gathers and gradients pass files.
+        (IN_FILES, 0.9),
+    ],
+    ids=["streamed", "half streamed", "in files"],
+)
+def test_what_follows_the_device_alone_goes_through_no_thread(
+    streams: AcceleratorStreams, how: Movement, most: float
+) -> None:
+    submitted, deferred = count(streams, how, accumulation=1)
+    assert deferred.total() <= most * submitted.total(), f"{dict(deferred)} of {dict(submitted)}"
+    assert COLLECTIVE not in deferred, "reductions follow compute alone"

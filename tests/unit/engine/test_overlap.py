@@ -12,8 +12,8 @@ from torch import nn
 
 import penstock
 from penstock.runtime.simulated import SimulatedStreams
-from penstock.runtime.streams import DOWNLOAD, FETCH, READ, UPDATE, WRITE, Streams
-from tests.lib.engines import ON_NVME, assert_same_state, loss_of, prepared, state
+from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, UPDATE, UPLOAD, WRITE, Streams
+from tests.lib.engines import ON_CPU, ON_NVME, assert_same_state, loss_of, prepared, state
 from tests.lib.memory import shorten_rings
 from tests.lib.models import batch_of, stack
 from tests.lib.streams import BreakingStreams, BrokenError, GatedStreams, inline, is_released, separate
@@ -229,30 +229,67 @@ def test_the_error_of_an_update_has_the_trace_of_its_thread(
         optimizer.close()
 
 
-@pytest.mark.parametrize("stream", [DOWNLOAD, WRITE])
-def test_gradients_that_did_not_reach_their_file_are_raised_by_step_or_what_comes_next(
-    stream: str, tmp_path: Path
+def assert_given_back(model: nn.Module, threads: set[threading.Thread], disk: Path) -> None:
+    assert set(threading.enumerate()) == threads
+    assert "zero_grad" not in vars(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(("stream", "keep_params"), [(COLLECTIVE, True), (DOWNLOAD, False), (WRITE, True)])
+def test_gradients_that_did_not_reach_their_home_are_raised_by_step_or_what_comes_next(
+    stream: str, keep_params: bool, tmp_path: Path
 ) -> None:
+    threads = set(threading.enumerate())
     streams = BreakingStreams()
     model, optimizer = overlapping(streams, "forward", ON_NVME, tmp_path)
     streams.broken = stream
     with pytest.raises(BrokenError, match=stream):
         again(model, optimizer)
     with pytest.raises(BrokenError, match=stream):
-        optimizer.close()
-    assert list(tmp_path.iterdir()) == []
+        optimizer.close(keep_params=keep_params)
+    assert_given_back(model, threads, tmp_path)
+    assert all(p.numel() == 0 for p in model.parameters()), "no half-updated values are passed off as whole"
+    optimizer.close()
 
 
 @pytest.mark.usefixtures("short_rings")
 @pytest.mark.filterwarnings("ignore:module forward hook with")
-def test_a_gather_that_failed_is_raised_by_forward_and_nothing_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stream", "where"), [(READ, ON_NVME), (UPLOAD, ON_CPU)])
+def test_a_gather_that_failed_is_raised_by_forward_and_nothing_is_lost(
+    stream: str, where: dict[str, str], tmp_path: Path
+) -> None:
+    threads = set(threading.enumerate())
     streams = BreakingStreams()
-    model, optimizer = overlapping(streams, "forward", ON_NVME, tmp_path)
+    model, optimizer = overlapping(streams, "forward", where, tmp_path)
     again(model, optimizer)
     expected = [optimizer.full_param(p) for p in model.parameters()]
-    streams.broken = READ
-    with pytest.raises(BrokenError, match=READ):
+    streams.broken = stream
+    with pytest.raises(BrokenError, match=stream):
         loss_of(model)
     optimizer.close()
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))
-    assert list(tmp_path.iterdir()) == []
+    assert_given_back(model, threads, tmp_path)
+
+
+def test_parameters_that_do_not_fit_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = overlapping(separate, "forward", ON_CPU, tmp_path)
+    expected = [optimizer.full_param(p) for p in model.parameters()]
+    access = optimizer._engine.access
+    whole = access.own_param
+    given: list[nn.Parameter] = []
+
+    def own_param(parameter: nn.Parameter) -> torch.Tensor:
+        if len(given) == 3:
+            raise torch.OutOfMemoryError("no room for the fourth")
+        given.append(parameter)
+        return whole(parameter)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(access, "own_param", own_param)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.close()
+    backward(model, optimizer)
+    optimizer.zero_grad()
+    optimizer.close()
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))
