@@ -231,19 +231,6 @@ def test_a_parameter_that_the_loss_reads_gets_each_gradient_once(create_graph: b
     optimizer.close()
 
 
-def test_checkpointing_accumulation_and_retained_graphs() -> None:
-    model, optimizer = prepared(separate)
-    reference, _ = plain()
-    for net in (model, reference):
-        hidden = torch.utils.checkpoint.checkpoint(net[0], torch.ones(2, WIDTH), use_reentrant=False)
-        loss = net[2](torch.utils.checkpoint.checkpoint(net[1], hidden, use_reentrant=True)).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        clip_grad_norm_(net.parameters(), 0.7)
-    assert_same_gradients(model, optimizer, reference)
-    optimizer.close()
-
-
 def test_they_go_with_a_backward_that_fails() -> None:
     model, optimizer = prepared()
     loss_of(model).backward()

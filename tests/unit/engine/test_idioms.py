@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,34 +185,6 @@ def test_a_state_dict_is_loaded_into_what_is_there_or_refused() -> None:
     optimizer.close()
 
 
-def test_a_model_whose_modules_convert_themselves_trains() -> None:
-    """Routers do: their weights are fp32 for the time of a forward."""
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.choose = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.choose = self.choose.float()
-            return self.choose(x.float()).to(x.dtype)
-
-    def losses(streams: Any) -> list[float]:
-        model = seeded(lambda: Stack([Wide(), Wide()]))
-        _, optimizer = prepared(model, streams, precision="bf16", **ON_CPU)
-        found = [step(model, optimizer) for _ in range(3)]
-        for _ in range(2):  # two forwards without a step in between
-            optimizer.backward(squared(model(torch.ones(4, 8))))
-        optimizer.step()
-        found.append(float(optimizer.full_param(model.blocks[0].choose.weight).sum()))
-        optimizer.close()
-        return found
-
-    first, second = (losses(streams) for streams in STREAMS.values())
-    assert first == second
-    assert first[2] < first[0]
-
-
 # Stock idioms of training loops around a prepared model
 
 METHODS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -273,40 +244,6 @@ def test_the_given_optimizer_refuses_until_close() -> None:
     given.step()
     given.zero_grad()
     given.load_state_dict(given.state_dict())
-
-
-@pytest.mark.parametrize("made", ["before prepare", "after prepare", "over ours"])
-def test_schedulers_over_the_given_optimizer_work(made: str) -> None:
-    def run(plain: bool) -> tuple[list[float], list[float]]:
-        model = seeded(Stack)
-        given = adamw(model.parameters())
-        make = torch.optim.lr_scheduler.CosineAnnealingLR
-        scheduler = make(given, 4) if made == "before prepare" else None
-        optimizer: Any = given
-        if not plain:
-            _, optimizer = prepared(model, stock=lambda _: given, **ON_CPU)
-        scheduler = scheduler or make(optimizer if made == "over ours" else given, 4)
-        rates, losses = [], []
-        for _ in range(4):
-            loss = loss_of(model)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            losses.append(loss.item())
-            rates.append(optimizer.param_groups[0]["lr"])
-        if not plain:
-            optimizer.close()
-        loss_of(model).backward()
-        given.step()  # its own again, as the scheduler has wrapped it
-        return rates, losses
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()", "has been overridden"
-        rates, losses = run(plain=False)
-        expected_rates, expected = run(plain=True)
-    assert rates == expected_rates
-    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 # Wrappers

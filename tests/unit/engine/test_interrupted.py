@@ -34,7 +34,7 @@ RUNS = {
     "nvme": of_one_block(Movement(3, "nvme", "nvme", "nvme").but(**SMALL)),
     "late": of_one_block(Movement(optimizer=HALF).but(**SMALL), lambda: simulated(most_seconds=0.0001)),
 }
-PLACES = 4  # of all the lines that a call runs, so many are interrupted
+PLACES = 3  # of all the lines that a call runs, so many are interrupted
 Call = Callable[[penstock.Optimizer, Path], object]
 
 

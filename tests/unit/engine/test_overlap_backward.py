@@ -332,7 +332,7 @@ def test_a_gradient_that_becomes_nan_after_updates_ends_the_optimizer(streams: s
 
 
 def on_two_ranks(rank: int) -> None:
-    for row in covering({"case": tuple(CASES), "streams": tuple(KIND_OF_STREAMS), "stage": (0, 1, 2, 3)}):
+    for row in covering({"case": tuple(CASES), "streams": tuple(KIND_OF_STREAMS), "stage": (1, 3)}):
         try:
             CASES[row["case"]](rank, streams=KIND_OF_STREAMS[row["streams"]], stage=row["stage"])
         except BaseException as error:

@@ -377,15 +377,6 @@ def test_without_checksums_in_the_swap_files_tiles_have_some(tmp_path: Path) -> 
 # When, and where
 
 
-def test_inside_gathered_it_is_refused(tmp_path: Path) -> None:
-    _, optimizer = after_steps(0)
-    for verb in (optimizer.save, optimizer.load):
-        with pytest.raises(penstock.EngineError, match=r"inside gathered\(\)"), optimizer.gathered():
-            verb(tmp_path / "a")
-    optimizer.close()
-    assert not list(tmp_path.iterdir())
-
-
 def names(parent: Path) -> list[str]:
     return sorted(folder.name for folder in parent.iterdir())
 

@@ -15,6 +15,7 @@ from tests.lib.models import batch_of, stack
 from tests.lib.streams import inline, separate, simulated
 
 WIDTH = 160  # an activation of 160 x 160 is large enough to be taken off the device
+SMALL = 16
 PLACES: dict[str, tuple[Any, dict[str, str]]] = {
     "resident": (inline, {}),
     "gathered": (separate, ON_CPU),
@@ -23,9 +24,13 @@ PLACES: dict[str, tuple[Any, dict[str, str]]] = {
 }
 
 
+def width_at(place: str) -> int:
+    return WIDTH if place == "activations" else SMALL
+
+
 def at(place: str, **how: Any) -> tuple[nn.Sequential, penstock.Optimizer]:
     streams, storages = PLACES[place]
-    return prepared(lambda: nn.Sequential(*stack(width=WIDTH), nn.Tanh()), streams, **storages, **how)
+    return prepared(nn.Sequential(*stack(width=width_at(place)), nn.Tanh()), streams, **storages, **how)
 
 
 def step(model: nn.Sequential, optimizer: penstock.Optimizer, path: Path) -> None:
@@ -33,7 +38,7 @@ def step(model: nn.Sequential, optimizer: penstock.Optimizer, path: Path) -> Non
 
 
 def set_full_param(model: nn.Sequential, optimizer: penstock.Optimizer, path: Path) -> None:
-    optimizer.set_full_param(model[1].weight, torch.zeros(WIDTH, WIDTH))
+    optimizer.set_full_param(model[1].weight, torch.zeros(model[1].weight.shape))
 
 
 def load(model: nn.Sequential, optimizer: penstock.Optimizer, path: Path) -> None:
@@ -145,7 +150,7 @@ def test_no_step_keeps_its_graph(place: str, create_graph: bool) -> None:
 
     for number in range(4):
         for _ in range(2):
-            loss = Marked.apply(model(batch_of(model, rows=WIDTH))).float().square().mean()
+            loss = Marked.apply(model(batch_of(model, rows=width_at(place)))).float().square().mean()
             loss.backward(create_graph=create_graph)
         optimizer.step()
         optimizer.zero_grad()
