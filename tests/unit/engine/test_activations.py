@@ -116,7 +116,6 @@ def test_with_checkpointing_the_inputs_of_the_blocks_leave(tier: str, tmp_path: 
         gc.collect()
     inputs = BLOCKS * ROWS * WIDTH * 4
     assert inputs <= saved_bytes(optimizer, tier) <= inputs + 2 * ROWS * WIDTH * 4  # and what the loss saves
-    optimizer.close()
 
 
 def test_a_tensor_that_several_operations_save_leaves_once_and_parameters_stay() -> None:
@@ -136,7 +135,6 @@ def test_a_tensor_that_several_operations_save_leaves_once_and_parameters_stay()
     _, optimizer = prepare(model, SimulatedStreams(delay), activations="cpu")
     optimizer.backward(model(torch.ones(ROWS, WIDTH)).sum())
     assert copied == [ROWS * WIDTH * 4]
-    optimizer.close()
 
 
 def test_no_grad_saves_nothing_and_nvme_needs_a_folder(tmp_path: Path) -> None:
@@ -370,4 +368,3 @@ def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:
     assert again, "their homes are taken all the same"
     for storage in again:
         assert after.index(("ends", UPLOAD, storage)) < after.index(("begins", DOWNLOAD, storage))
-    optimizer.close()

@@ -43,7 +43,6 @@ def test_decay_is_written_between_updates() -> None:
             wanted[name].lerp_(value, 1 - decay)
     for name, value in averaged(ema, model, optimizer).items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-7)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("master", ["remainder", "fp32", "none"])
@@ -67,7 +66,6 @@ def test_the_block_shows_the_average_and_gives_every_bit_back(master: str) -> No
         torch.testing.assert_close(shown[name].float(), value, rtol=1e-2, atol=1e-3)
     assert_same_state(values(model, optimizer), before)
     assert_same_state(averaged(ema, model, optimizer), average)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("records", [False, True])
@@ -88,7 +86,6 @@ def test_an_exception_in_the_block_leaves_what_was(records: bool) -> None:
     assert_same_state(values(model, optimizer), before)
     assert not same_bits(averaged(ema, model, optimizer)["first.weight"], before["first.weight"])
     train(model, optimizer, first=1)
-    optimizer.close()
 
 
 def modify(optimizer: penstock.Optimizer) -> None:
@@ -150,7 +147,6 @@ def test_a_graph_of_the_average_is_of_no_use_after_the_block(make: Callable[[], 
         optimizer.backward(loss)
     optimizer.zero_grad()
     train(model, optimizer, first=1)
-    optimizer.close()
 
 
 def test_homes_move_while_the_average_is_there_and_while_it_is_shown() -> None:
@@ -165,7 +161,6 @@ def test_homes_move_while_the_average_is_there_and_while_it_is_shown() -> None:
     assert_same_state(values(model, optimizer), before)
     train(model, optimizer, first=1)
     ema.update()
-    optimizer.close()
 
 
 @pytest.mark.parametrize(("tier", "make"), [("device", separate), ("cpu", inline), ("nvme", separate)])
@@ -195,7 +190,6 @@ def test_several_averages_have_names() -> None:
     shown = [averaged(ema, model, optimizer)["first.weight"] for ema in (fast, slow)]
     assert not torch.equal(*shown)
     assert optimizer.locations().bytes(kind="ema.slow") == optimizer.locations().bytes(kind="ema") > 0
-    optimizer.close()
 
 
 def test_what_is_frozen_is_not_averaged() -> None:
@@ -209,7 +203,6 @@ def test_what_is_frozen_is_not_averaged() -> None:
     ema.update()
     with ema.applied():
         assert all(map(torch.equal, map(optimizer.full_param, model.blocks[0].parameters()), before))
-    optimizer.close()
 
 
 REFUSED = {
@@ -234,7 +227,6 @@ def test_what_cannot_be_is_refused_and_nothing_has_changed() -> None:
         assert optimizer.locations().to_dict() == before
     train(model, optimizer)
     ema.update()
-    optimizer.close()
 
 
 def test_memory_that_is_not_there_leaves_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +243,6 @@ def test_memory_that_is_not_there_leaves_what_was(monkeypatch: pytest.MonkeyPatc
     assert optimizer.locations().to_dict() == before
     train(model, optimizer)
     penstock.EMA(optimizer).update()
-    optimizer.close()
 
 
 def test_a_forward_that_waits_for_its_backward_is_named() -> None:
@@ -267,7 +258,6 @@ def test_a_forward_that_waits_for_its_backward_is_named() -> None:
     with ema.applied():
         loss_of(model)  # recorded, and its backward never comes
     assert_same_state(values(model, optimizer), before)
-    optimizer.close()
 
 
 # Checkpoints
@@ -315,4 +305,3 @@ def test_a_checkpoint_without_it_begins_with_the_parameters_and_one_that_is_not_
         optimizer.load(tmp_path / "with")
     assert "has an average 'ema', which is not loaded" in caplog.text
     assert_same_state(values(model, optimizer), before)
-    optimizer.close()

@@ -336,7 +336,6 @@ def test_the_block_of_gathered_and_a_closed_border_are_the_users(tmp_path: Path)
     with pytest.raises(penstock.ConfigError), run.optimizer.gathered([nn.Parameter(torch.ones(1))]):
         pass
     assert state() == (True, False, False, "cpu")
-    run.optimizer.close()
 
 
 def test_a_model_made_in_inference_mode_is_refused() -> None:

@@ -167,7 +167,6 @@ def test_a_parameter_that_cannot_be_exchanged_leaves_the_others() -> None:
         prepared(model, weights="init")
     assert all(p.is_meta and p.shape[0] == WIDTH for p in model.parameters())
     del held
-    prepared(model, weights="init").close()
 
 
 # What does not fit
@@ -193,7 +192,6 @@ def test_a_misfit_of_a_later_unit_leaves_the_model_as_it_was(meta: bool) -> None
     values["2.weight"] = torch.ones(WIDTH, WIDTH)
     optimizer = prepared(model, weights=values.__getitem__)
     assert all(torch.equal(optimizer.full_param(p), torch.ones(p.shape)) for p in model.parameters())
-    optimizer.close()
 
 
 ODD = {

@@ -83,7 +83,6 @@ def test_all_kinds_of_an_optimizer_are_cut_in_one_place() -> None:
             if name != "shadow"
         ]
         assert all(cut == cuts[0] for cut in cuts)
-    optimizer.close()
 
 
 def test_twin_flow_puts_a_ratio_of_the_optimizer_on_the_cpu() -> None:
@@ -92,7 +91,6 @@ def test_twin_flow_puts_a_ratio_of_the_optimizer_on_the_cpu() -> None:
     device, cpu = (report.bytes(kind="optimizer", tier=tier) for tier in ("device", "cpu"))
     tile = TILE_BYTES // 2 * (BYTES["exp_avg"] + BYTES["exp_avg_sq"])
     assert abs(cpu - 0.4 * (device + cpu)) <= tile
-    optimizer.close()
 
 
 @pytest.mark.parametrize("what", KINDS)
@@ -104,7 +102,6 @@ def test_the_first_units_in_forward_order_are_on_the_fastest_tier(what: str) -> 
         for number in range(BLOCKS)
     ]
     assert tiers == [["device"], ["device"], ["cpu"], ["cpu", "nvme"]]
-    optimizer.close()
 
 
 class Counting(SeparateStreams):
@@ -138,10 +135,9 @@ def test_units_that_are_wholly_on_the_device_stay_resident() -> None:
 
 
 def test_a_unit_that_is_resident_beside_gathered_ones_shows_its_parameters() -> None:
-    model, optimizer = prepared(separate(), params={"device": 0.5, "cpu": 0.5})
+    model, _ = prepared(separate(), params={"device": 0.5, "cpu": 0.5})
     shown = [not is_released(p) for p in model.parameters()]
     assert shown == [True] * 4 + [False] * 4
-    optimizer.close()
 
 
 class Sides:

@@ -82,7 +82,6 @@ def test_torchs_clip_grad_norm_clips_as_on_the_plain_model(row: Any) -> None:
         assert_same_gradients(model, optimizer, reference)
         step(optimizer, stock)
     assert_same(model, optimizer, reference)
-    optimizer.close()
 
 
 def test_get_total_norm_and_clip_grads_with_norm_() -> None:
@@ -98,7 +97,6 @@ def test_get_total_norm_and_clip_grads_with_norm_() -> None:
     with pytest.raises(EngineError, match="comes last"):
         loss_of(model).backward()
     assert optimizer.step().grad_norm == pytest.approx(0.5, rel=1e-5)
-    optimizer.close()
 
 
 def test_error_if_nonfinite_raises_and_without_it_the_step_is_skipped() -> None:
@@ -113,7 +111,6 @@ def test_error_if_nonfinite_raises_and_without_it_the_step_is_skipped() -> None:
             assert optimizer.step().skipped
         optimizer.zero_grad()
     assert all(torch.equal(optimizer.full_param(p), q) for p, q in zip(model.parameters(), before, strict=True))
-    optimizer.close()
 
 
 def test_gradients_of_two_engines_and_of_another_module_are_clipped_together() -> None:
@@ -138,7 +135,6 @@ def test_fp16_shows_unscaled_norms() -> None:
     expected = math.sqrt(sum(float(optimizer.full_grad(p).square().sum()) for p in model.parameters()))
     assert float(clip_grad_norm_(model.parameters(), expected / 2)) == pytest.approx(expected, rel=1e-5)
     assert optimizer.step().grad_norm == pytest.approx(expected / 2, rel=1e-4)
-    optimizer.close()
 
 
 def test_a_norm_of_one_gradient_as_loggers_take_it() -> None:
@@ -154,7 +150,6 @@ def test_a_norm_of_one_gradient_as_loggers_take_it() -> None:
             torch.linalg.vector_norm(p.grad, dim=0)
         with pytest.raises(EngineError, match="order above 0"):
             p.grad.norm(0)
-    optimizer.close()
 
 
 # When handles are there
@@ -191,11 +186,10 @@ def test_parameters_without_a_gradient_have_none() -> None:
     optimizer.zero_grad()
     model(torch.ones(1, WIDTH)).sum().backward()
     assert [p.grad is not None for p in model.parameters()] == [True, True, False, True, True, True]
-    optimizer.close()
 
 
 def test_forwards_and_autograd_grad_leave_them() -> None:
-    model, optimizer = prepared()
+    model, _ = prepared()
     loss_of(model).backward()
     norm = get_total_norm([p.grad for p in model.parameters()])
     with torch.no_grad():
@@ -205,7 +199,6 @@ def test_forwards_and_autograd_grad_leave_them() -> None:
     torch.autograd.grad(model(x).sum(), x)
     del loss
     assert torch.equal(get_total_norm([p.grad for p in model.parameters()]), norm)
-    optimizer.close()
 
 
 class Penalised(nn.Module):
@@ -228,7 +221,6 @@ def test_a_parameter_that_the_loss_reads_gets_each_gradient_once(create_graph: b
         (model.alone * torch.arange(WIDTH)).sum().backward(create_graph=create_graph)
         assert torch.equal(optimizer.full_grad(model.alone), count * torch.arange(WIDTH).float())
         assert type(model.alone.grad) is GradientProxy
-    optimizer.close()
 
 
 def test_they_go_with_a_backward_that_fails() -> None:
@@ -244,7 +236,6 @@ def test_they_go_with_a_backward_that_fails() -> None:
     optimizer.zero_grad()
     loss_of(model).backward()
     assert all(type(p.grad) is GradientProxy for p in model.parameters())
-    optimizer.close()
 
 
 def test_where_updates_begin_in_backward_there_is_nothing_to_clip() -> None:
@@ -254,7 +245,6 @@ def test_where_updates_begin_in_backward_there_is_nothing_to_clip() -> None:
         with pytest.raises(EngineError, match=r"updates have begun in that backward.*overlap='forward'"):
             use()
     optimizer.step()
-    optimizer.close()
 
 
 # What people put into `.grad`
@@ -274,7 +264,6 @@ def test_none_counts_as_zeroed() -> None:
     for net in (model, reference):  # the next is added to those that are left
         loss_of(net, 1).backward()
     assert_same_gradients(model, optimizer, reference)
-    optimizer.close()
 
 
 ZEROING: dict[str, Callable[[nn.Module], Any]] = {
@@ -301,7 +290,6 @@ def test_all_of_them_zeroed_is_zero_grad(name: str) -> None:
         assert torch.equal(optimizer.full_grad(p), grad)
     ZEROING[name](model)
     assert optimizer.step().grad_norm == 0
-    optimizer.close()
 
 
 def test_a_tensor_sets_the_gradient() -> None:
@@ -317,7 +305,6 @@ def test_a_tensor_sets_the_gradient() -> None:
             clip_grad_norm_(net.parameters(), 0.3)
         step(optimizer, stock)
     assert_same(model, optimizer, reference)
-    optimizer.close()
 
 
 def test_scaling_by_a_number_is_torchs() -> None:
@@ -332,7 +319,6 @@ def test_scaling_by_a_number_is_torchs() -> None:
         torch._foreach_div_([p.grad for p in net[1].parameters()], 2)
     step(optimizer, stock)
     assert_same(model, optimizer, reference)
-    optimizer.close()
 
 
 # What is refused
@@ -380,7 +366,6 @@ def test_anything_else_is_refused_by_name() -> None:
         assert caught.match(words)
     assert all(torch.equal(optimizer.full_grad(p), q) for p, q in zip(model.parameters(), before, strict=True))
     assert not optimizer.step().skipped
-    optimizer.close()
 
 
 # The handle's own clip_grad_norm_
@@ -405,7 +390,6 @@ def test_it_is_torchs(norm_type: float) -> None:
     optimizer.step()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(optimizer.full_param(p), q.detach(), rtol=1e-6, atol=1e-7)
-    optimizer.close()
 
 
 def test_torchs_word_for_the_greatest_is_read_too() -> None:
@@ -416,7 +400,6 @@ def test_torchs_word_for_the_greatest_is_read_too() -> None:
     for wrong in ("largest", None, "-inf"):
         with pytest.raises(ConfigError, match=r"clip_grad_norm_\(norm_type="):
             optimizer.clip_grad_norm_(0.5, norm_type=wrong)
-    optimizer.close()
 
 
 def test_it_is_the_same_as_prepares() -> None:
@@ -445,7 +428,6 @@ def test_a_norm_below_the_limit_changes_nothing_and_the_next_step_starts_anew() 
     optimizer.zero_grad()
     optimizer.backward(loss_of(model))
     assert torch.equal(optimizer.full_grad(model[0].weight), before)
-    optimizer.close()
 
 
 def test_what_is_refused_changes_nothing() -> None:
@@ -461,4 +443,3 @@ def test_what_is_refused_changes_nothing() -> None:
             backward(loss_of(model, 1))
     assert all(torch.equal(optimizer.full_grad(p), g) for p, g in zip(model.parameters(), before, strict=True))
     assert not optimizer.step().skipped
-    optimizer.close()

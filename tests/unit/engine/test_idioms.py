@@ -28,8 +28,12 @@ def stack(streams: Callable[[], Any], precision: str = "bf16", **how: Any) -> tu
     return prepared(seeded(Stack), streams, precision=precision, **ON_CPU, **how)
 
 
+def loss_of(model: nn.Module) -> Tensor:
+    return squared(model(torch.linspace(-1, 1, 32).reshape(4, 8)))
+
+
 def step(model: nn.Module, optimizer: penstock.Optimizer) -> float:
-    loss = squared(model(torch.linspace(-1, 1, 32).reshape(4, 8)))
+    loss = loss_of(model)
     optimizer.backward(loss)
     assert not optimizer.step().skipped
     optimizer.zero_grad()
@@ -59,7 +63,6 @@ def test_a_parameter_that_was_put_into_the_model_is_named_at_the_next_forward(na
     for _ in range(2):
         with pytest.raises(penstock.EngineError, match=rf"'[\w.]*{name}'.*after prepare\(\).*set_full_param"):
             model(torch.rand(4, 8))
-    optimizer.close()
 
 
 def test_a_parameter_that_was_replaced_after_backward_is_named_by_step() -> None:
@@ -68,7 +71,6 @@ def test_a_parameter_that_was_replaced_after_backward_is_named_by_step() -> None
     STRANGERS["last.weight"](model)
     with pytest.raises(penstock.EngineError, match=r"'last.weight'"):
         optimizer.step()
-    optimizer.close()
 
 
 def test_modules_may_be_wrapped_moved_and_removed() -> None:
@@ -94,7 +96,6 @@ def test_modules_may_be_wrapped_moved_and_removed() -> None:
     step(model, optimizer)
     model.last = weight_of_last
     step(model, optimizer)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -104,7 +105,6 @@ def test_parameters_of_the_callers_choice_for_one_call_are_no_replacements(preci
     others = {n: nn.Parameter(torch.zeros_like(p)) for n, p in model.named_parameters()}
     assert torch.equal(torch.func.functional_call(model, others, (x,)), torch.zeros(4, 4, dtype=dtype))
     step(model, optimizer)
-    optimizer.close()
 
 
 def give_other_memory(model: Stack) -> None:
@@ -128,7 +128,6 @@ def test_values_under_a_parameter_are_taken_or_refused() -> None:
     weight(model).data = torch.zeros(2, 2)
     with pytest.raises(penstock.EngineError, match=r"'blocks.0.up.weight' \(32, 16\).*\(2, 2\)"):
         model(torch.rand(4, 8))
-    optimizer.close()
 
 
 MOVES: dict[str, Callable[[nn.Module], Any]] = {
@@ -182,7 +181,6 @@ def test_a_state_dict_is_loaded_into_what_is_there_or_refused() -> None:
     model.load_state_dict(state)
     assert torch.equal(optimizer.full_param(weight(model)), state["blocks.0.up.weight"])
     step(model, optimizer)
-    optimizer.close()
 
 
 # Stock idioms of training loops around a prepared model
@@ -205,18 +203,6 @@ def given_and_prepared(
     model = seeded(Stack)
     given = adamw(model.parameters())
     return model, given, prepared(model, streams, stock=lambda _: given, precision=precision, **ON_CPU)[1]
-
-
-def loss_of(model: nn.Module) -> Tensor:
-    return model(torch.linspace(-1, 1, 32).reshape(4, 8)).float().square().sum()
-
-
-def stepped(model: nn.Module, optimizer: penstock.Optimizer) -> float:
-    loss = loss_of(model)
-    optimizer.backward(loss)
-    assert not optimizer.step().skipped
-    optimizer.zero_grad()
-    return loss.item()
 
 
 @pytest.fixture
@@ -255,7 +241,7 @@ def test_distributed_data_parallel_around_a_prepared_model_or_a_part(group: None
         for part in (model, model.blocks[0]):
             with pytest.raises(EngineError, match=r"DistributedDataParallel was put around a prepared \w+.*as it is"):
                 nn.parallel.DistributedDataParallel(part)
-        stepped(model, optimizer)
+        step(model, optimizer)
         optimizer.close()
         nn.parallel.DistributedDataParallel(model)
 
@@ -264,7 +250,7 @@ def test_data_parallel_around_a_prepared_model() -> None:
     model, _, optimizer = given_and_prepared()
     with pytest.raises(EngineError, match=r"DataParallel was put around a prepared Stack"):
         model._replicate_for_data_parallel()  # which it calls where it has several devices
-    stepped(nn.DataParallel(model), optimizer)  # on one, it is nothing
+    step(nn.DataParallel(model), optimizer)  # on one, it is nothing
     optimizer.close()
     model._replicate_for_data_parallel()
 
@@ -302,8 +288,7 @@ def test_a_grad_scaler_is_named(precision: str, unscales: bool) -> None:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
     optimizer.zero_grad()
-    stepped(model, optimizer)
-    optimizer.close()
+    step(model, optimizer)
 
 
 def test_a_disabled_grad_scaler_passes_through() -> None:
@@ -317,10 +302,8 @@ def test_a_disabled_grad_scaler_passes_through() -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        stepped(reference, other)
+        step(reference, other)
     assert_same_state(state(model, optimizer), state(reference, other))
-    optimizer.close()
-    other.close()
 
 
 # Saving a model that is not there
@@ -354,13 +337,13 @@ SAVES: dict[str, Callable[[Any, Path], Any]] = {
 @pytest.mark.parametrize("name", SAVES)
 def test_a_model_is_not_saved_while_it_is_released(name: str, tmp_path: Path, group: None) -> None:
     model, _, optimizer = given_and_prepared()
-    stepped(model, optimizer)
+    step(model, optimizer)
     with pytest.raises(EngineError, match=r"(inside|enter) optimizer\.gathered\(\).*(optimizer\.save|full_param)\(\)"):
         SAVES[name](model, tmp_path)
     if name != "safetensors.save_model":  # which wants each tensor in memory of its own
         with optimizer.gathered():
             SAVES[name](model, tmp_path)
-    stepped(model, optimizer)
+    step(model, optimizer)
     optimizer.close()
 
 
@@ -382,11 +365,10 @@ def test_hooks_of_gradients_see_them_or_are_refused() -> None:
         handle.remove()
     optimizer.zero_grad()
     handle = model.last.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
-    stepped(model, optimizer)
+    step(model, optimizer)
     assert seen.pop() is not None, "those that only look on are let"
     handle.remove()
-    stepped(model, optimizer)
-    optimizer.close()
+    step(model, optimizer)
 
 
 # Copies of a prepared model and of its parts
@@ -425,7 +407,6 @@ def test_released_parameters_are_not_copied(name: str) -> None:
         with pytest.raises(penstock.EngineError, match="would read as NaN"):
             copy.deepcopy(model)
     step(model, optimizer)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("streams", [inline, separate])
@@ -474,7 +455,6 @@ def test_averaged_model_inside_gathered() -> None:
         second = [p.clone() for p in model.parameters()]
     for p, a, b in zip(average.module.parameters(), first, second, strict=True):
         torch.testing.assert_close(p.detach(), (a + b) / 2)
-    optimizer.close()
 
 
 def test_hooks_and_attributes_of_people_are_copied() -> None:
@@ -486,7 +466,6 @@ def test_hooks_and_attributes_of_people_are_copied() -> None:
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert list(copied.last._forward_hooks.values()) == [double]
         assert pickle.loads(pickle.dumps(model)).last.weight.tag == "mine"
-    optimizer.close()
 
 
 def double(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -521,5 +500,3 @@ def test_a_shallow_copy_is_another_name_for_the_same_model() -> None:
         step(reference, other)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(optimizer.full_param(p), other.full_param(q))
-    optimizer.close()
-    other.close()

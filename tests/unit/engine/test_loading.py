@@ -62,7 +62,6 @@ def test_a_load_after_a_backward_that_raised_is_whole(tmp_path: Path) -> None:
     backward_that_fails(model)
     optimizer.load(tmp_path / "a")
     assert go_on(RUN, model, optimizer, scheduler, steps=2).otherwise(goes_on) == []
-    optimizer.close()
 
 
 def set_everywhere(setter: str, *name: str) -> Callable[..., None]:
@@ -142,7 +141,6 @@ def test_what_fails_after_the_first_write_of_a_load_tears(
         with pytest.raises(raised):
             optimizer.load(tmp_path / "a")
     check_torn(run, prepared, tmp_path / "a", expected)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("change", [set_param, set_state, take_over])
@@ -158,7 +156,6 @@ def test_what_fails_in_the_middle_of_a_change_tears(
         with pytest.raises(penstock.EngineError, match="failed in the middle"):
             change(model, optimizer)
     check_torn(RUN, prepared, tmp_path / "a", expected)
-    optimizer.close()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +172,6 @@ def test_a_state_that_cannot_be_written_is_refused_before_anything_changed(state
     with pytest.raises(penstock.ConfigError, match="sparse"):
         optimizer.set_full_param(model.first.bias, torch.ones(model.first.bias.shape).to_sparse())
     assert different(values(model, optimizer), before) == []
-    optimizer.close()
 
 
 # Buffers
@@ -217,8 +213,6 @@ def test_buffers_of_every_kind_come_back(tmp_path: Path) -> None:
     other.load(tmp_path / "a")
     assert different(persistent(there), persistent(model)) == []
     assert all(buffer is kept[name] for name, buffer in there.named_buffers())
-    optimizer.close()
-    other.close()
 
 
 def test_a_buffer_that_a_value_does_not_fit_is_named_before_anything_changed(tmp_path: Path) -> None:
@@ -235,7 +229,6 @@ def test_a_buffer_that_a_value_does_not_fit_is_named_before_anything_changed(tmp
             other.load(tmp_path / name)
     assert different(persistent(there), before[0]) == []
     assert torch.equal(other.full_param(there.first.weight), before[1])
-    other.close()
 
 
 class Growing(nn.Module):
@@ -276,8 +269,6 @@ def test_a_buffer_that_has_grown_is_loaded(
     held.add_(1)  # memory of its own
     other.load(tmp_path / "a")
     assert torch.equal(held, model.memory)
-    optimizer.close()
-    other.close()
 
 
 def test_buffers_of_every_kind_take_another_shape(tmp_path: Path) -> None:
@@ -293,8 +284,6 @@ def test_buffers_of_every_kind_take_another_shape(tmp_path: Path) -> None:
     assert different(persistent(there), persistent(model)) == []
     assert all(buffer is kept[name] for name, buffer in there.named_buffers())
     assert there.learned.requires_grad
-    optimizer.close()
-    other.close()
 
 
 def test_a_buffer_that_cannot_take_another_shape_is_named_before_anything_changed(tmp_path: Path) -> None:
@@ -314,8 +303,6 @@ def test_a_buffer_that_cannot_take_another_shape_is_named_before_anything_change
             loads.load(tmp_path / name)
         assert torch.equal(of.memory, before[0])
         assert torch.equal(loads.full_param(of.first.weight), before[1])
-    for each in (optimizer, other, third):
-        each.close()
 
 
 def grown_on_two_ranks(rank: int, parent: Path) -> None:
@@ -358,7 +345,6 @@ def test_a_damaged_tile_changes_nothing_once_a_step_was_made(tmp_path: Path) -> 
     with pytest.raises(penstock.CheckpointError, match="is damaged"):
         optimizer.load(tmp_path / "new")
     assert different(values(model, optimizer), before) == []
-    optimizer.close()
 
 
 @pytest.mark.parametrize(("verify", "trained"), [(None, True), (True, False), (False, True), (False, False)])
@@ -375,7 +361,6 @@ def test_the_newest_that_verifies_is_taken(
     assert "is damaged" in caplog.text
     assert different(values(model, optimizer), old) == []
     iterate(RUN, model, optimizer, scheduler, 1, 0, 1)
-    optimizer.close()
 
 
 def test_without_verifying_a_damaged_tile_tears(tmp_path: Path) -> None:
@@ -386,7 +371,6 @@ def test_without_verifying_a_damaged_tile_tears(tmp_path: Path) -> None:
         model(torch.ones(4, 12))
     optimizer.load(tmp_path / "old")
     assert different(values(model, optimizer), old) == []
-    optimizer.close()
 
 
 def test_a_save_that_is_under_way_is_the_newest(tmp_path: Path) -> None:
@@ -395,7 +379,6 @@ def test_a_save_that_is_under_way_is_the_newest(tmp_path: Path) -> None:
     iterate(RUN, model, optimizer, scheduler, 1, 0, 1)
     optimizer.save(tmp_path / "two", extra={"name": "two"}, blocking=False)
     assert optimizer.load(tmp_path) == {"name": "two"}
-    optimizer.close()
 
 
 # After an error

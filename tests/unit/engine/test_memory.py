@@ -73,7 +73,6 @@ def test_gathered_memory_is_in_the_report_while_it_is_held_and_not_longer() -> N
     train(model, optimizer)
     assert seen == [2 * padded_numel(model[1])]
     assert optimizer.locations().bytes(kind="gathered") == 0
-    optimizer.close()
 
 
 def test_a_closed_engine_is_garbage() -> None:

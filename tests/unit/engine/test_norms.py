@@ -78,7 +78,6 @@ def test_a_gradient_is_one_operation_in_backward(late: list[int], monkeypatch: p
     assert late == []
     assert optimizer.step().grad_norm > 0
     assert late == [6]
-    optimizer.close()
 
 
 def test_a_parameter_that_gets_two_gradients_in_a_backward_is_measured_as_their_sum(late: list[int]) -> None:
@@ -89,7 +88,6 @@ def test_a_parameter_that_gets_two_gradients_in_a_backward_is_measured_as_their_
     model, optimizer = small()
     optimizer.backward(loss_of_batch(model))
     assert twice == pytest.approx(2 * optimizer.step().grad_norm, rel=1e-6)
-    optimizer.close()
 
 
 def test_what_was_set_by_hand_is_not_measured_again(late: list[int]) -> None:
@@ -101,7 +99,6 @@ def test_what_was_set_by_hand_is_not_measured_again(late: list[int]) -> None:
     optimizer.set_full_grad(weight, torch.full((WIDTH, WIDTH), 0.5))
     assert optimizer.step().grad_norm == 0.5 * WIDTH
     assert late == []
-    optimizer.close()
 
 
 def test_a_gradient_that_moves_is_measured_before(late: list[int]) -> None:
@@ -116,7 +113,6 @@ def test_a_gradient_that_moves_is_measured_before(late: list[int]) -> None:
     model, optimizer = small()
     optimizer.backward(loss_of_batch(model))
     assert optimizer.step().grad_norm == moved
-    optimizer.close()
 
 
 def test_zero_grad_forgets_what_was_not_measured(late: list[int]) -> None:
@@ -125,7 +121,6 @@ def test_zero_grad_forgets_what_was_not_measured(late: list[int]) -> None:
     optimizer.zero_grad()
     assert optimizer.step().grad_norm == 0
     assert late == []
-    optimizer.close()
 
 
 def test_gradients_of_a_backward_that_failed_are_measured_with_the_rest(late: list[int]) -> None:
@@ -142,14 +137,12 @@ def test_gradients_of_a_backward_that_failed_are_measured_with_the_rest(late: li
     model, optimizer = small()
     optimizer.backward(loss_of_batch(model))
     assert optimizer.step().grad_norm == norm
-    optimizer.close()
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step(late: list[int]) -> None:
     model, optimizer = small(simulated)
     optimizer.backward(loss_of_batch(model) * math.inf)
     assert optimizer.step().skipped
-    optimizer.close()
 
 
 @pytest.mark.parametrize("streams", EVERY)
@@ -214,7 +207,6 @@ def test_a_unit_of_which_not_all_has_a_gradient_is_measured_as_a_whole(read_agai
     assert not unused.any()
     assert optimizer.step().grad_norm > 0
     assert len(read_again) == 1
-    optimizer.close()
 
 
 def test_gradients_that_are_summed_in_more_bits_than_they_come_in_are_measured_at_home(read_again: list[int]) -> None:

@@ -97,7 +97,6 @@ def test_an_optimizer_in_files_moves_ten_bytes_a_parameter_each_way(
     for read in (in_records(model, MASTER), nbytes, nbytes):  # the first moments are zeros, which nothing is read for
         assert moved(optimizer, lambda: backward(model, optimizer)) == (0, 0)
         assert moved(optimizer, optimizer.step) == (read, nbytes)
-    optimizer.close()
 
 
 @pytest.mark.usefixtures("short_rings")
@@ -115,7 +114,6 @@ def test_parameters_in_files_move_two_bytes_a_gather_and_two_each_way_in_the_upd
         read, written = moved(optimizer, optimizer.step)
         assert nbytes - 2 * held(PARAM) <= read <= nbytes
         assert written == nbytes
-    optimizer.close()
 
 
 @pytest.mark.usefixtures("short_rings")
@@ -130,7 +128,6 @@ def test_gradients_in_files_move_two_bytes_each_way(streams: Callable[[], Stream
     read, written = moved(optimizer, optimizer.step)
     assert nbytes - held(GRAD) <= read <= nbytes
     assert written == 0
-    optimizer.close()
 
 
 @pytest.mark.parametrize("streams", BACK_ENDS)
@@ -145,7 +142,6 @@ def test_what_the_rings_still_hold_is_written_and_not_read(streams: Callable[[],
     assert first == (nbytes[0] + nbytes[2], sum(nbytes)), "the first gather, and the masters"
     for _ in range(2):
         assert moved(optimizer, step) == (0, sum(nbytes))
-    optimizer.close()
 
 
 @pytest.mark.parametrize("tiers", [("optimizer",), ("params", "grads", "optimizer")])
@@ -169,7 +165,6 @@ def test_a_record_counts_what_is_written(tiers: tuple[str, ...], tmp_path: Path)
     assert 3 * nbytes == after - before == run.writes()["nvme"].nbytes
     assert run.writes()["checkpoints"].nbytes == saved
     assert run.writes()["nvme"].in_a_step == nbytes
-    optimizer.close()
 
 
 def test_what_is_not_updated_is_not_moved(tmp_path: Path) -> None:
@@ -182,7 +177,6 @@ def test_what_is_not_updated_is_not_moved(tmp_path: Path) -> None:
     backward(model, optimizer)
     optimizer.set_full_grad(model[0].bias, torch.full((WIDTH,), float("inf")))
     assert moved(optimizer, optimizer.step) == (0, 0), "a skipped step"
-    optimizer.close()
 
 
 def files_of(optimizer: penstock.Optimizer) -> list[File]:
@@ -230,7 +224,6 @@ def test_the_files_hold_what_the_report_says_and_the_padding_of_records(tmp_path
     assert max(sizes) - min(sizes) <= in_records(model, MASTER + MOMENTS) / LAYERS, "disks are filled alike"
     allocated = sum(f.st_blocks * 512 for files in of_disks for f in files)
     assert allocated >= sum(sizes), "no space is left to be found missing later"
-    optimizer.close()
 
 
 @pytest.mark.parametrize("streams", [inline, separate])
@@ -248,4 +241,3 @@ def test_host_memory_does_not_grow_with_the_model(streams: Callable[[], Streams]
     _, optimizer = on_disk(streams, tmp_path, 1536, 1, tile_bytes=tile_bytes, **ON_NVME)  # 4.5 MiB: more than a tile
     assert optimizer.locations().bytes(tier="cpu") + a_tile > RING_BYTES
     assert optimizer.locations().bytes(tier="cpu") <= RING_BYTES + MOST_FILE_SLOTS * tile_bytes
-    optimizer.close()

@@ -59,7 +59,6 @@ def test_forward_of_a_unit_waits_for_its_update_alone(overlap: str, tmp_path: Pa
     streams.let_through.release()
     loss_of(model)
     assert seen == [[index <= number for index in range(LAYERS)] for number in range(LAYERS)]
-    optimizer.close()
 
 
 def test_without_overlap_step_returns_when_updates_have_run(tmp_path: Path) -> None:
@@ -67,7 +66,6 @@ def test_without_overlap_step_returns_when_updates_have_run(tmp_path: Path) -> N
     backward(model, optimizer)
     optimizer.step()
     assert all(updated(optimizer))
-    optimizer.close()
 
 
 @pytest.mark.parametrize("streams", [lambda: slow(UPDATE), separate, inline], ids=["late", "separate", "inline"])
@@ -138,8 +136,6 @@ def test_looks_see_finished_updates(stream: str, where: dict[str, str], tmp_path
         optimizer.zero_grad()
         other.zero_grad()
     assert_same_state(state(model, optimizer), state(other_model, other))
-    optimizer.close()
-    other.close()
 
 
 @pytest.fixture
@@ -250,7 +246,6 @@ def test_gradients_that_did_not_reach_their_home_are_raised_by_step_or_what_come
         optimizer.close(keep_params=keep_params)
     assert_given_back(model, threads, tmp_path)
     assert all(p.numel() == 0 for p in model.parameters()), "no half-updated values are passed off as whole"
-    optimizer.close()
 
 
 @pytest.mark.usefixtures("short_rings")

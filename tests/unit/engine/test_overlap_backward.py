@@ -90,7 +90,6 @@ def test_the_host_updates_each_unit_in_backward_as_soon_as_backward_has_left_it(
     assert streams.seen == [(UPDATE, True)] * BLOCKS
     optimizer.step()
     assert len(streams.seen) == BLOCKS
-    optimizer.close()
 
 
 def test_tiles_of_the_device_wait_for_the_step() -> None:
@@ -105,7 +104,6 @@ def test_tiles_of_the_device_wait_for_the_step() -> None:
     assert False in kept
     optimizer.step()
     assert not any(torch.equal(a, optimizer.full_param(p)) for a, p in zip(before, model.parameters(), strict=True))
-    optimizer.close()
 
 
 NETS = {
@@ -189,7 +187,6 @@ def test_looks_between_backward_and_step_see_finished_updates_and_change_nothing
     assert all(torch.equal(a, optimizer.full_param(p)) for a, p in zip(seen, model.parameters(), strict=True))
     with torch.no_grad():
         assert loss_of(model, 1).item() == loss
-    optimizer.close()
 
 
 # What it refuses
@@ -217,7 +214,6 @@ def test_what_updates_depend_on_is_refused_by_name_until_step() -> None:
             call(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.close()
 
 
 def test_clipping_is_refused() -> None:
@@ -296,7 +292,6 @@ def test_a_backward_that_fails_ends_the_optimizer_only_after_updates_have_begun(
     assert_same_state(before, state(model, optimizer))
     backward(model, optimizer)
     assert not optimizer.step().skipped
-    optimizer.close()
 
 
 # Gradients that are not finite

@@ -128,16 +128,14 @@ def test_a_use_of_a_released_parameter_is_refused_by_name(prepare: Prepare) -> N
     model[0].weight.requires_grad_(True)
     optimizer.backward(model(torch.ones(1, WIDTH)).sum())  # nothing of it was done by halves
     assert not optimizer.step().skipped
-    optimizer.close()
 
 
 def test_what_needs_no_values_is_answered(prepare: Prepare) -> None:
     model = net()
     plain = copy.deepcopy(model)
-    optimizer = prepare(model)
+    prepare(model)
     for name, use in ANSWERED.items():
         assert same(use(model[1].weight), use(plain[1].weight)), name
-    optimizer.close()
 
 
 class ReadsList(nn.Module):
@@ -177,12 +175,11 @@ def test_a_parameter_that_a_forward_has_in_a_list_is_gathered(prepare: Prepare, 
         expected = torch.zeros_like(other) if other.grad is None else other.grad
         assert torch.equal(optimizer.full_grad(parameter), expected)
     assert is_released(model.others[0].weight)
-    optimizer.close()
 
 
 def test_a_thread_beside_a_forward_does_not_gather(prepare: Prepare) -> None:
     model = net()
-    optimizer = prepare(model)
+    prepare(model)
     said: list[str] = []
 
     def read(*_: Any) -> None:
@@ -200,7 +197,6 @@ def test_a_thread_beside_a_forward_does_not_gather(prepare: Prepare) -> None:
     model(torch.ones(1, WIDTH))
     assert len(said) == 1
     assert "is released" in said[0]
-    optimizer.close()
 
 
 class Own(nn.Parameter):
@@ -240,12 +236,11 @@ def test_a_parameter_has_its_own_class_wherever_it_is_there(prepare: Prepare) ->
 def test_gradients_by_autograd_grad_are_of_released_parameters(prepare: Prepare) -> None:
     model = net()
     plain = copy.deepcopy(model)
-    optimizer = prepare(model)
+    prepare(model)
     x = torch.ones(1, WIDTH)
     found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     for one, other in zip(found, torch.autograd.grad(plain(x).sum(), list(plain.parameters())), strict=True):
         assert torch.equal(one, other)
-    optimizer.close()
 
 
 def _divided(rank: int) -> None:

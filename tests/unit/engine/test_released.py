@@ -112,7 +112,6 @@ def test_a_backward_of_a_backward_finds_its_parameters(work: Callable[..., None]
         optimizer.zero_grad()
     gc.collect()
     assert_released(optimizer)
-    optimizer.close()
 
 
 def _on_two_ranks(rank: int) -> None:
@@ -151,7 +150,6 @@ def test_what_a_recorded_graph_needs_goes_with_the_graph() -> None:
     assert all(unit.recorded.shown is None for unit in optimizer._engine.context.units)
     assert is_released(next(model.parameters()))
     assert first.holding.unit_state is UnitState.RELEASED
-    optimizer.close()
 
 
 def penalty_of(model: nn.Module) -> Tensor:
@@ -184,7 +182,6 @@ def test_a_recorded_graph_outlives_a_step_without_gradients_and_a_move(
     assert_gradients(optimizer, model, plain)
     optimizer.reload_states()
     assert not optimizer.step().skipped
-    optimizer.close()
 
 
 @pytest.mark.parametrize("streams", ["inline", "released"])
@@ -200,7 +197,6 @@ def test_a_recorded_graph_that_outlives_an_update_is_refused_and_the_loop_goes_o
     optimizer.zero_grad()
     optimizer.backward(model(torch.randn(1, WIDTH)).sum())
     assert not optimizer.step().skipped
-    optimizer.close()
 
 
 # What people keep
@@ -288,7 +284,6 @@ def test_a_view_that_is_kept_beyond_a_forward_reads_nan(streams: str) -> None:
         del module.kept
     optimizer.zero_grad()
     optimizer.backward(model(torch.randn(2, WIDTH)).sum())
-    optimizer.close()
 
 
 def test_a_users_saved_tensor_hook_that_uses_numpy() -> None:
@@ -304,7 +299,6 @@ def test_a_users_saved_tensor_hook_that_uses_numpy() -> None:
         assert_gradients(optimizer, model, plain)
         plain.zero_grad()
         optimizer.zero_grad()
-    optimizer.close()
 
 
 def test_a_written_activation_is_refused_as_in_torch() -> None:
@@ -325,7 +319,6 @@ def test_a_written_activation_is_refused_as_in_torch() -> None:
     handle.remove()
     optimizer.zero_grad()
     optimizer.backward(model(torch.randn(2, WIDTH)).sum())
-    optimizer.close()
 
 
 def test_close_inside_gathered() -> None:
@@ -358,7 +351,6 @@ def test_functorch_is_refused_by_name_where_units_are_released(transform: Callab
         transform(lambda x: model(x).sum())(x)
     optimizer.backward(model(x).sum())
     assert not optimizer.step().skipped
-    optimizer.close()
 
 
 def test_functorch_works_where_parameters_are_read_in_place() -> None:
@@ -369,7 +361,6 @@ def test_functorch_works_where_parameters_are_read_in_place() -> None:
     assert torch.equal(torch.func.grad(lambda x: model(x).sum())(x), expected)
     optimizer.backward(model(x).sum())
     assert not optimizer.step().skipped
-    optimizer.close()
 
 
 # Reads outside of the module's own forward
@@ -508,7 +499,6 @@ def test_a_unit_that_was_never_announced_is_named() -> None:
     optimizer.zero_grad()
     optimizer.backward(model(torch.randn(2, WIDTH)).sum())
     assert not optimizer.step().skipped
-    optimizer.close()
 
 
 # The option

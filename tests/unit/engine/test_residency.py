@@ -60,11 +60,6 @@ def backward(model: nn.Module, optimizer: penstock.Optimizer, seed: int = 0) -> 
     optimizer.backward(loss_of(model, seed))
 
 
-def close(*optimizers: penstock.Optimizer) -> None:
-    for each in optimizers:
-        each.close()
-
-
 # Values, the table, memory
 
 
@@ -116,7 +111,6 @@ def test_device_memory_falls_to_what_is_left(storage: str, to: str, tmp_path: Pa
     assert tensor_bytes() - bare < 4096, "placeholders, norms and flags"
     optimizer.reload_states()
     assert optimizer.locations().bytes(tier="device") <= moved
-    optimizer.close()
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -135,7 +129,6 @@ def test_what_autograd_saved_holds_no_copy(blocking: bool) -> None:
     optimizer.backward(loss)
     backward(*expected, 1)
     assert_same_state(state(model, optimizer), state(*expected))
-    close(optimizer, expected[1])
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -156,7 +149,6 @@ def test_units_that_are_kept_gathered_are_given_up(persistent: bool, tmp_path: P
     assert optimizer.locations().bytes(kind="gathered") == 0
     train(model, optimizer, first=1)
     assert_same_state(state(model, optimizer), state(*expected))
-    close(optimizer, expected[1])
 
 
 def test_a_persistent_unit_comes_home_from_after_its_update() -> None:
@@ -168,7 +160,6 @@ def test_a_persistent_unit_comes_home_from_after_its_update() -> None:
     before = state(model, optimizer)
     optimizer.reload_states()
     assert_same_state(state(model, optimizer), before)
-    optimizer.close()
 
 
 def test_staging_is_bounded_and_given_back(tmp_path: Path) -> None:
@@ -182,7 +173,6 @@ def test_staging_is_bounded_and_given_back(tmp_path: Path) -> None:
     optimizer.reload_states()
     train(model, optimizer)
     assert optimizer.locations().bytes(kind="staging") == staging
-    optimizer.close()
 
 
 def test_a_split_home_that_went_through_another_tier_takes_no_more_than_before(tmp_path: Path) -> None:
@@ -198,7 +188,6 @@ def test_a_split_home_that_went_through_another_tier_takes_no_more_than_before(t
         assert_table_agrees(optimizer, tmp_path)
         assert sum(arena.capacity for arena in allocations(optimizer)) == mapped
         assert file_bytes(tmp_path) == in_files
-    optimizer.close()
 
 
 def test_the_shadow_goes_with_the_master_that_it_is() -> None:
@@ -213,7 +202,6 @@ def test_the_shadow_goes_with_the_master_that_it_is() -> None:
     optimizer.reload_states()
     assert optimizer.locations().bytes(kind="master", tier="device") > 0
     assert_same_state(state(model, optimizer), before)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("make", [inline, late])
@@ -255,7 +243,6 @@ def test_what_is_on_its_way_out_is_in_the_table_until_it_is_gone() -> None:
     optimizer._engine.offloader._cleaned.synchronize()
     assert optimizer.locations().bytes(kind="leaving") == 0
     assert_table_agrees(optimizer)
-    optimizer.close()
 
 
 # Where a move may be made
@@ -309,7 +296,6 @@ def test_moves_inside_forward_and_backward(row: dict[str, Any], tmp_path: Path) 
         with at(row["place"], model, lambda move=move: move(optimizer)):
             assert train(model, optimizer, first=seed) == train(*expected, first=seed)
     assert_same_state(state(model, optimizer), state(*expected))
-    close(optimizer, expected[1])
 
 
 GATHERED = {
@@ -351,7 +337,6 @@ def test_moves_while_parameters_are_gathered(row: dict[str, Any], tmp_path: Path
             raise KeyError
     assert_same_state(state(model, optimizer), state(expected, other))
     assert train(model, optimizer, first=5) == train(expected, other, first=5)
-    close(optimizer, other)
 
 
 def test_what_a_block_wrote_that_failed_is_in_no_shadow_that_a_move_inside_has_made() -> None:
@@ -366,7 +351,6 @@ def test_what_a_block_wrote_that_failed_is_in_no_shadow_that_a_move_inside_has_m
             raise KeyError
         train(net, optimizer, first=5)
     assert_same_state(state(*model), state(*expected))
-    close(expected[1], model[1])
 
 
 def test_a_parameter_that_may_be_written_where_it_rests_may_still_have_been_after_a_move() -> None:
@@ -378,7 +362,6 @@ def test_a_parameter_that_may_be_written_where_it_rests_may_still_have_been_afte
     train(model, optimizer)
     with torch.no_grad(), pytest.raises(RuntimeError):
         model.first.weight.mul_(2)
-    optimizer.close()
 
 
 def test_reload_and_offload_of_what_is_there_do_nothing() -> None:
@@ -389,7 +372,6 @@ def test_reload_and_offload_of_what_is_there_do_nothing() -> None:
     optimizer.offload_states(set())
     optimizer.offload_states({"param"})
     assert optimizer.locations().to_dict() == before
-    optimizer.close()
 
 
 def test_schedulers_and_state_dicts_do_not_notice(tmp_path: Path) -> None:
@@ -454,7 +436,6 @@ def test_a_host_that_is_full_leaves_everything_where_it_is(tmp_path: Path) -> No
         optimizer.locations().assert_on("optimizer", "nvme")
         optimizer.locations().assert_on("param", "device")
         assert_table_agrees(optimizer, tmp_path)
-    optimizer.close()
 
 
 def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,7 +462,6 @@ def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert_same_state(state(model, optimizer), before)
     optimizer.reload_states()
     assert_same_state(state(model, optimizer), before)
-    optimizer.close()
 
 
 FAILURES = {"make": BACK_ENDS, "offloads": (True, False), "when": ("submission", "completion"), "failing": (1, 4, 9)}
@@ -509,7 +489,6 @@ def test_a_transfer_that_fails_leaves_everything_where_it_was(
     assert train(model, optimizer, first=1) == train(*expected, first=1)
     assert_same_state(state(model, optimizer), state(*expected))
     optimizer.reload_states()
-    close(optimizer, expected[1])
 
 
 USES: dict[str, Callable[[nn.Module, penstock.Optimizer], Any]] = {
@@ -559,7 +538,6 @@ def test_copies_that_fail_leave_everything_where_it_was() -> None:
     assert_table_agrees(optimizer)
     assert_same_state(state(model, optimizer), before)
     train(model, optimizer)
-    optimizer.close()
 
 
 # Several ranks, several engines
@@ -598,7 +576,6 @@ def test_engines_take_turns_on_one_device(tmp_path: Path) -> None:
         train(*alone, first=seed)
     for model, optimizer in both:
         assert_same_state(state(model, optimizer), state(*alone))
-    close(both[0][1], both[1][1], alone[1])
 
 
 def test_updates_behind_a_move_that_is_not_waited_for_do_not_wait_for_each_other(
@@ -614,7 +591,6 @@ def test_updates_behind_a_move_that_is_not_waited_for_do_not_wait_for_each_other
         optimizer.step()
         optimizer.zero_grad()
         optimizer.reload_states(non_blocking=True)
-    optimizer.close()
 
 
 # Moves that keep their memory and files for the next one
@@ -649,8 +625,8 @@ def test_the_next_move_takes_what_the_last_one_kept(to: str, non_blocking: bool,
         assert_table_agrees(optimizer)
     assert seen[0] == seen[1] == seen[2]
     assert_same_state(state(model, optimizer), state(*plain))
-    for each in (optimizer, plain[1]):
-        each.close()
+    optimizer.close()
+    plain[1].close()
     assert file_bytes(tmp_path) == 0
 
 
@@ -668,7 +644,6 @@ def test_an_offload_without_keep_gives_back_what_was_kept(tmp_path: Path) -> Non
     assert optimizer.locations().bytes(kind="kept") == 0
     assert_table_agrees(optimizer, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    optimizer.close()
 
 
 def test_what_one_offload_leaves_for_another_is_not_kept(tmp_path: Path) -> None:
@@ -680,7 +655,6 @@ def test_what_one_offload_leaves_for_another_is_not_kept(tmp_path: Path) -> None
     assert all(
         row.kind == "kept" and row.unit.startswith("(") for row in optimizer.locations().rows if row.tier == "cpu"
     )
-    optimizer.close()
 
 
 def test_kept_memory_has_no_values_of_before(tmp_path: Path) -> None:
@@ -701,8 +675,6 @@ def test_kept_memory_has_no_values_of_before(tmp_path: Path) -> None:
     for each in ((model, optimizer), plain):
         train(*each, first=3)
     assert_same_state(state(model, optimizer), state(*plain))
-    for each in (optimizer, plain[1]):
-        each.close()
 
 
 def test_what_is_kept_goes_where_something_else_has_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -726,7 +698,6 @@ def test_what_is_kept_goes_where_something_else_has_no_room(monkeypatch: pytest.
         with pytest.raises(MemoryBudgetError, match="too few"):
             optimizer.offload_states({"optimizer"}, keep=True)
     assert_same_state(state(model, optimizer), before)
-    optimizer.close()
 
 
 def test_close_gives_back_what_is_kept(tmp_path: Path) -> None:

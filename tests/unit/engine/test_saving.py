@@ -115,7 +115,6 @@ def test_an_update_waits_until_its_tiles_are_copied(gate: Gate, tmp_path: Path) 
     gate.opened.set()
     optimizer.synchronize()
     assert_same_state(loaded(tmp_path / "a", **how), before)
-    optimizer.close()
 
 
 def write_gathered(model: Blocks, optimizer: penstock.Optimizer) -> None:
@@ -216,7 +215,6 @@ def test_the_error_of_a_save_beside_training_is_raised_once(verb: str, gate: Gat
         optimizer.synchronize()
         optimizer.save(again)
         assert_same_state(loaded(again), state(model, optimizer))
-    optimizer.close()
 
 
 def given_up(patch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -275,7 +273,6 @@ def test_however_a_save_beside_training_ends_nobody_waits_for_it(
     optimizer.save(tmp_path / "a", blocking=False)
     optimizer.synchronize()
     assert_same_state(loaded(tmp_path / "a"), state(model, optimizer))
-    optimizer.close()
 
 
 # What it takes
@@ -327,7 +324,6 @@ def test_what_it_takes_is_a_ring_and_is_given_back(
     assert entry.nbytes > 2 * sum(taken)
     optimizer.load(tmp_path / "a")
     assert threads_and_files() == before
-    optimizer.close()
 
 
 def save_and_wait(optimizer: penstock.Optimizer, path: Path, **how: Any) -> None:
@@ -371,7 +367,6 @@ def test_without_checksums_in_the_swap_files_tiles_have_some(tmp_path: Path) -> 
         other.load(tmp_path / "a")
     with pytest.raises(penstock.CheckpointError, match="is damaged"):  # its state is in parts
         other.close()
-    optimizer.close()
 
 
 # When, and where
@@ -404,7 +399,6 @@ def test_the_newest_few_are_kept_and_found(tmp_path: Path) -> None:
     (tmp_path / "step-5" / MARKER).write_text("{")
     with pytest.raises(penstock.CheckpointError, match="is no whole checkpoint"):
         optimizer.load(tmp_path)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("blocking", [True, False])

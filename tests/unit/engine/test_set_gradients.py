@@ -97,7 +97,6 @@ def test_a_move_between_micro_batches_brings_nothing_of_the_last_step_back(
     pair.backward([0], seed=5)
     pair.optimizer.offload_states({"grad"}, to)  # type: ignore[arg-type]
     pair.check()
-    pair.optimizer.close()
 
 
 @pytest.mark.parametrize(("make", "storage", "to"), MOVES)
@@ -124,7 +123,6 @@ def test_a_move_inside_backward_brings_nothing_of_the_last_step_back(
     pair.zero()
     pair.backward([0, 1, 2], seed=2)
     pair.check()
-    pair.optimizer.close()
 
 
 @pytest.mark.parametrize(("make", "storage", "to"), MOVES)
@@ -143,7 +141,6 @@ def test_a_gradient_set_by_hand_is_alone_until_another_comes(
         pair.optimizer.save(tmp_path / "kept")
     pair.backward([0, 1], seed=1)
     pair.check()
-    pair.optimizer.close()
 
 
 @pytest.mark.parametrize(("reduce", "sums"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
@@ -159,7 +156,6 @@ def test_gradients_that_are_rounded_on_their_way_begin_at_zero(reduce: torch.dty
     assert not optimizer.full_grad(model.weights[2]).any()
     whole = torch.stack([optimizer.full_grad(p) for p in model.parameters()]).norm()
     assert optimizer.step().grad_norm == pytest.approx(float(whole), 1e-5)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("storage", ["device", "cpu", "nvme"])
@@ -172,7 +168,6 @@ def test_a_gradient_set_by_hand_before_any_backward_is_the_only_one(storage: str
     assert optimizer.full_grad(model[1].bias).tolist() == [1.0] * 7
     assert optimizer.step().grad_norm > 0
     assert all(optimizer.full_param(p).isfinite().all() for p in model.parameters())
-    optimizer.close()
 
 
 # Gradients that people put into `.grad`
@@ -198,7 +193,6 @@ def test_a_gradient_set_by_hand_is_the_gradient(verb: str) -> None:
     assert optimizer.step().grad_norm == SMALL
     torch.testing.assert_close(optimizer.full_param(model[0].weight), before[0] - 0.1)
     assert torch.equal(optimizer.full_param(model[0].bias), before[1])
-    optimizer.close()
 
 
 def test_gradients_of_autograd_grad_are_taken_too() -> None:
@@ -211,7 +205,6 @@ def test_gradients_of_autograd_grad_are_taken_too() -> None:
     optimizer.zero_grad()
     assert model[0].bias.grad is None
     assert optimizer.step().grad_norm == 0
-    optimizer.close()
 
 
 def test_what_no_gradient_can_be_is_refused_by_name() -> None:
@@ -222,7 +215,6 @@ def test_what_no_gradient_can_be_is_refused_by_name() -> None:
         optimizer.step()
     model[0].weight.grad = None
     assert not optimizer.step().skipped
-    optimizer.close()
 
 
 @pytest.mark.parametrize("through_the_model", [False, True])
@@ -233,7 +225,6 @@ def test_zero_grad_forgets_them(through_the_model: bool) -> None:
     (model if through_the_model else optimizer).zero_grad()
     assert all(p.grad is None for p in model.parameters())
     assert optimizer.step().grad_norm == 0
-    optimizer.close()
 
 
 def test_a_gradient_set_before_a_backward_is_part_of_it() -> None:
@@ -247,4 +238,3 @@ def test_a_gradient_set_before_a_backward_is_part_of_it() -> None:
     optimizer.backward(mean_square(model))
     torch.testing.assert_close(optimizer.full_grad(model[0].weight), alone + 1)
     assert not optimizer.step().skipped
-    optimizer.close()

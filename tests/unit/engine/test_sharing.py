@@ -191,7 +191,6 @@ def test_three_tiles_of_device_memory_are_taken() -> None:
 def test_nothing_is_taken_where_the_device_is_a_cpu() -> None:
     _, optimizer = prepared(stack, inline, precision="bf16", optimizer="cpu", streamed_updates="auto")
     assert optimizer.locations().bytes(kind=STAGING) == 0
-    optimizer.close()
 
 
 # Tiles that the device takes at once.
@@ -250,7 +249,6 @@ def test_rings_hold_stretches_as_far_as_their_memory_goes(
     if ring == "cpu":
         assert report.bytes(kind=STAGING, tier="device") == 0
     train(model, optimizer)
-    optimizer.close()
 
 
 # Updates in stretches of tiles, where compute reaches them
@@ -303,7 +301,6 @@ def test_whole_units_are_one_segment_each_and_all_of_them_one_call(
     (numels,) = calls.numels
     assert len(numels) == len(optimizer._engine.context.units)
     assert sum(numels) >= LAYERS * (WEIGHT + SIDE), "with the gaps between parameters"
-    optimizer.close()
 
 
 def test_groups_cut_segments_and_tiles_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +309,6 @@ def test_groups_cut_segments_and_tiles_do_not(monkeypatch: pytest.MonkeyPatch) -
     stepped(model, optimizer)
     (numels,) = calls.numels
     assert numels == [WEIGHT, SIDE] * LAYERS
-    optimizer.close()
 
 
 def test_a_parameter_without_gradient_cuts_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +321,6 @@ def test_a_parameter_without_gradient_cuts_a_segment(monkeypatch: pytest.MonkeyP
     assert sum(sum(numels) for numels in calls.numels) < (LAYERS - 1) * (WEIGHT + 256) + 256
     for p, value in zip((model[1].bias, model[0].weight), before, strict=True):
         assert torch.equal(optimizer.full_param(p), value)
-    optimizer.close()
 
 
 def calls_across_a_cut(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[int], list[list[int]]]:
@@ -368,7 +363,6 @@ def test_where_each_tile_is_asked_for_the_host_updates_them_one_by_one(
     stepped(model, optimizer)
     assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4
     assert len(calls.numels) > 4 * LAYERS
-    optimizer.close()
 
 
 def test_gradients_out_of_reach_leave_the_tile_the_grain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +371,6 @@ def test_gradients_out_of_reach_leave_the_tile_the_grain(monkeypatch: pytest.Mon
     calls = Calls(monkeypatch, optimizer)
     stepped(model, optimizer)
     assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4
-    optimizer.close()
 
 
 def test_stretches_change_no_bit() -> None:

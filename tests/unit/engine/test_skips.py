@@ -52,7 +52,6 @@ def test_the_first_skipped_step_is_said_once_and_names_its_parameters(precision:
         warnings.simplefilter("error")
         assert not step(model, optimizer, 1.0).skipped
         assert step(model, optimizer, math.inf).skipped
-    optimizer.close()
 
 
 @pytest.mark.filterwarnings("ignore:The step was skipped")
@@ -69,7 +68,6 @@ def test_too_many_in_a_row_are_an_error_and_nothing_was_updated() -> None:
     optimizer.close()
     model, optimizer = net(max_skipped_steps=None)
     assert all(step(model, optimizer, math.nan).skipped for _ in range(5))
-    optimizer.close()
 
 
 def test_a_scale_that_may_fall_is_no_reason_to_complain_and_one_that_may_not_is() -> None:
@@ -108,7 +106,6 @@ def test_endless_nan_in_fp16_ends_in_an_error() -> None:
         assert step(model, optimizer, math.nan).skipped
     with pytest.raises(EngineError, match="The loss scale is 1, "):
         step(model, optimizer, math.nan)
-    optimizer.close()
 
 
 def bad_on_the_second(rank: int) -> list[str]:
@@ -196,7 +193,6 @@ def test_an_overflow_skips_the_step_and_keeps_every_bit(streams: Callable[[], St
     optimizer.backward(loss_of(model, 1))
     result = optimizer.step()
     assert (result.skipped, result.loss_scale) == (False, 32768.0)
-    optimizer.close()
 
 
 def test_gradients_are_shown_and_set_unscaled() -> None:
@@ -209,7 +205,6 @@ def test_gradients_are_shown_and_set_unscaled() -> None:
     torch.testing.assert_close(found, reference[0].weight.grad.float(), rtol=1e-2, atol=1e-5)
     optimizer.set_full_grad(weight, found * 2)
     torch.testing.assert_close(optimizer.full_grad(weight), found * 2, rtol=1e-3, atol=1e-6)
-    optimizer.close()
 
 
 def test_a_backward_of_an_unscaled_loss_is_refused() -> None:
@@ -219,7 +214,6 @@ def test_a_backward_of_an_unscaled_loss_is_refused() -> None:
     optimizer.zero_grad()
     optimizer.backward(loss_of(model, 0))
     assert not optimizer.step().skipped
-    optimizer.close()
 
 
 def test_a_static_scale_stays_and_may_raise() -> None:
@@ -227,7 +221,6 @@ def test_a_static_scale_stays_and_may_raise() -> None:
     optimizer.backward(loss_of(model, 0))
     with pytest.raises(EngineError, match="not finite"):
         optimizer.step()
-    optimizer.close()
 
 
 def test_updates_in_backward_need_a_static_scale() -> None:

@@ -73,7 +73,6 @@ def test_a_model_with_a_part_that_is_a_script() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.ReLU(), nn.Tanh()))
     model, optimizer = prepared(nn.Sequential(nn.Linear(WIDTH, WIDTH), scripted), **ON_CPU)
     train(model, optimizer)
-    optimizer.close()
 
 
 @pytest.fixture
@@ -101,7 +100,6 @@ def test_the_engine_is_told_of_units_and_not_of_their_layers(told: list[str]) ->
     optimizer.backward(model(x).sum())
     assert told == ["Model", "Block", "Block", "Reader"]
     assert not any(holders(optimizer).values())
-    optimizer.close()
 
 
 def test_nor_where_a_block_runs_again_in_backward(told: list[str]) -> None:
@@ -111,7 +109,6 @@ def test_nor_where_a_block_runs_again_in_backward(told: list[str]) -> None:
     optimizer.backward(loss)
     assert told == ["Block", "Block"]
     assert not any(holders(optimizer).values())
-    optimizer.close()
 
 
 def test_a_layer_that_is_called_alone_is_told_of(told: list[str]) -> None:
@@ -122,7 +119,6 @@ def test_a_layer_that_is_called_alone_is_told_of(told: list[str]) -> None:
     assert torch.equal(model.blocks[1].second(x), expected)
     assert told == ["Linear"]
     assert not any(holders(optimizer).values())
-    optimizer.close()
 
 
 def test_a_layer_is_told_of_after_an_interrupt_left_the_forward_of_its_block(told: list[str]) -> None:
@@ -142,7 +138,6 @@ def test_a_layer_is_told_of_after_an_interrupt_left_the_forward_of_its_block(tol
     model.blocks[0].second(x)
     assert told == ["Linear"]
     assert not any(holders(optimizer).values())
-    optimizer.close()
 
 
 def test_what_a_module_reads_of_its_parts_is_held_until_its_end_and_no_longer() -> None:
@@ -152,7 +147,6 @@ def test_what_a_module_reads_of_its_parts_is_held_until_its_end_and_no_longer() 
     with torch.no_grad():
         model(x)
     assert held == [0]
-    optimizer.close()
 
 
 def test_a_group_is_read_once_a_step_whatever_the_number_of_units(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,6 @@ def test_the_sum_of_each_record_is_that_of_its_bytes(row: Row, transfers: list[T
         records = list(stored(optimizer))
         assert records or row.storages == ("grads",)
         assert [(name, kept) for name, kept, _ in records] == [(name, found) for name, _, found in records]
-    optimizer.close()
 
 
 @pytest.mark.parametrize("row", ROWS[:4], ids=lambda row: row.name)
@@ -158,7 +157,6 @@ def test_the_threads_of_files_sum_nothing_of_an_update(row: Row, transfers: list
     assert {kinds_of(transfer) for transfer in transfers if transfer._write} == kinds - {"grad"}
     assert [transfer.what for transfer in transfers if transfer._native.checksum] == []
     assert all(transfer.checksum for transfer in transfers if transfer._write)
-    optimizer.close()
 
 
 def kinds_of(transfer: Transfer) -> str:
@@ -175,7 +173,6 @@ def test_updates_in_backward_are_summed_too(transfers: list[Transfer]) -> None:
     of_updates = [transfer for transfer in transfers if "exp_avg" in transfer.what]
     assert of_updates
     assert not any(transfer._native.checksum for transfer in of_updates)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("row", OTHERS, ids=lambda row: row.name)
@@ -188,7 +185,6 @@ def test_other_updates_sum_as_they_did(row: Row, transfers: list[Transfer], monk
     checksums = dict(row.options).get("checksums", True)
     assert all(bool(transfer._native.checksum) == checksums for transfer in transfers if transfer._write)
     assert all(kept == found for _, kept, found in stored(optimizer))
-    optimizer.close()
 
 
 @pytest.mark.parametrize("streams", [inline, late])
@@ -206,4 +202,3 @@ def test_a_tile_that_may_not_be_updated_is_put_back_as_it_was(
     optimizer.synchronize()
     assert all(kept == found for _, kept, found in stored(optimizer))
     assert all(torch.equal(optimizer.full_param(p), b) for p, b in zip(model.parameters(), before, strict=True))
-    optimizer.close()

@@ -367,7 +367,6 @@ def test_what_cannot_be_traced_is_refused_before_the_block(row: Refusal, tmp_pat
     refused(row, optimizer, tmp_path)
     assert streams.observer is None
     assert {file.name for file in tmp_path.iterdir()} <= {"outer.json"}
-    optimizer.close()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -376,7 +375,6 @@ def test_a_disk_that_is_full_at_the_end() -> None:
     with pytest.raises(ConfigError, match="'/dev/full': No space left on device"), optimizer.trace("/dev/full"):
         train(model, optimizer)
     train(model, optimizer)
-    optimizer.close()
 
 
 def trace_on_a_rank(rank: int, folder: str) -> tuple[str, set[str]]:

@@ -100,8 +100,6 @@ def test_threads_that_hold_a_lock_take_turns(make: Any) -> None:
     assert together(trains, infers, infers, looks) == []
     assert norms == expected
     assert all(values.isfinite().all() for values in found)
-    optimizer.close()
-    other.close()
 
 
 def test_forward_backward_and_step_may_be_in_one_thread_each() -> None:
@@ -116,8 +114,6 @@ def test_forward_backward_and_step_may_be_in_one_thread_each() -> None:
         assert together(lambda: norms.append(optimizer.step().grad_norm)) == []
         optimizer.zero_grad()
     assert norms == expected
-    optimizer.close()
-    other.close()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -143,8 +139,6 @@ def test_another_thread_is_refused_by_name_and_disturbs_nothing(where: str) -> N
         assert f"' called {called} while thread 'MainThread' is inside " in text, text
         assert "hold a lock around forward, backward and step in both threads, or prepare a model for each." in text
     assert [norm, train(model, optimizer, x)] == expected
-    optimizer.close()
-    other.close()
 
 
 class Interrupt(BaseException):
@@ -200,8 +194,6 @@ def test_after_an_interrupt_everything_works(
     optimizer.zero_grad()
     assert train(model, optimizer, x) == train(other_model, other, x)
     optimizer.load(tmp_path / "one")
-    optimizer.close()
-    other.close()
 
 
 def test_an_interrupt_in_another_thread_does_not_stop_this_one() -> None:
@@ -210,7 +202,6 @@ def test_an_interrupt_in_another_thread_does_not_stop_this_one() -> None:
     errors = together(lambda: model(x))
     assert [type(error) for error in errors] == [KeyboardInterrupt]
     assert train(model, optimizer, x) > 0
-    optimizer.close()
 
 
 # What may be called in the middle of a forward or a backward: a name for what is refused, or nothing.
