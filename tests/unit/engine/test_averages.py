@@ -281,7 +281,6 @@ def test_a_checkpoint_keeps_it(tmp_path: Path) -> None:
         train(model, optimizer, first=2)
         ema.update()
         assert_same_state(averaged(ema, model, optimizer), goes_on)
-        optimizer.close()
 
 
 def test_a_checkpoint_without_it_begins_with_the_parameters_and_one_that_is_not_asked_for_is_left_and_both_are_said(

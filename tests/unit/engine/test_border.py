@@ -291,7 +291,6 @@ def test_inference_in_inference_mode_after_a_move_leaves_a_model_that_trains(pla
             said += run.train()
         run.optimizer.save(tmp_path / "one")
         said += run.state()
-        run.optimizer.close()
     torch.testing.assert_close(told[1], told[0], rtol=0, atol=0)
 
 

@@ -17,7 +17,7 @@ from penstock.errors import CheckpointError, ConfigError, EngineError
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
 from tests.lib.engines import prepared as prepare
-from tests.lib.models import seeded, stack
+from tests.lib.models import buffered, seeded, stack
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 
@@ -78,7 +78,9 @@ def transformer() -> nn.Module:
     return nn.Transformer(WIDTH, 2, 2, 2, 16, batch_first=True)
 
 
-@pytest.mark.parametrize(("make", "meta"), [(Shared, True), (Scaled, True), (Scaled, False), (transformer, True)])
+@pytest.mark.parametrize(
+    ("make", "meta"), [(Shared, True), (Scaled, True), (Scaled, False), (transformer, True), (buffered, True)]
+)
 def test_init_visits_modules_as_apply_does(make: Callable[[], nn.Module], meta: bool) -> None:
     reference = make()
     torch.manual_seed(3)
@@ -88,6 +90,7 @@ def test_init_visits_modules_as_apply_does(make: Callable[[], nn.Module], meta: 
         torch.manual_seed(3)
         _, optimizer = prepare(model, streams, weights="init", **storages)
         assert_holds(optimizer, model, reference)
+        assert all(map(torch.equal, model.buffers(), reference.buffers()))
         optimizer.close()
 
 

@@ -118,7 +118,6 @@ def test_values_under_a_parameter_are_taken_or_refused() -> None:
         step(model, optimizer)
         with pytest.raises(penstock.EngineError, match=r"'blocks.0.up.weight' \(32, 16\).*set_full_param"):
             give_other_memory(model)
-        optimizer.close()
     model, optimizer = stack(inline, "fp32")  # where what was given is all there is
     step(model, optimizer)
     weight(model).data = torch.zeros(32, 16)
@@ -176,7 +175,6 @@ def test_a_state_dict_is_loaded_into_what_is_there_or_refused() -> None:
             model.load_state_dict(state)
         assert torch.equal(optimizer.full_param(weight(model)), state["blocks.0.up.weight"])
         step(model, optimizer)
-        optimizer.close()
     model, optimizer = stack(inline, "fp32")
     model.load_state_dict(state)
     assert torch.equal(optimizer.full_param(weight(model)), state["blocks.0.up.weight"])

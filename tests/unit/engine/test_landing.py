@@ -90,7 +90,6 @@ def test_the_next_tile_comes_down_while_one_is_added() -> None:
             assert streams.waited_in_vain == []
             rows = [row for row in optimizer.locations().rows if row.unit.startswith("(landing")]
             assert [row.nbytes for row in rows] == [TILE_BYTES] * MEMORY_SLOTS
-        optimizer.close()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -97,7 +97,6 @@ def test_changes_after_a_backward_that_raised_are_those_of_one_that_did_not(chan
         optimizer.zero_grad()
         iterate(RUN, model, optimizer, scheduler, 1, 0, 1)
         found.append(values(model, optimizer))
-        optimizer.close()
     assert different(*found) == []
 
 
@@ -418,7 +417,6 @@ def test_close_in_a_finally_hides_no_error(keep_params: bool, monkeypatch: pytes
         monkeypatch.setattr(optimizer._engine.access, "finish", finish)
         said = said_by_close(optimizer, raised, keep_params)
         assert (said is update) == (is_new or keep_params)
-        optimizer.close()
 
 
 # Two ranks

@@ -89,7 +89,6 @@ def test_resident_parameters_show_their_update_as_the_mode_says(streams: Callabl
             assert value is None or torch.equal(value, now), overlap
         if overlap == "forward" and isinstance(optimizer._engine.context.streams, SimulatedStreams):
             assert shown == [None] * len(shown)
-        optimizer.close()
 
 
 def gathered(model: nn.Module, optimizer: penstock.Optimizer) -> Any:

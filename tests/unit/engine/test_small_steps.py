@@ -165,5 +165,4 @@ def test_a_group_is_read_once_a_step_whatever_the_number_of_units(monkeypatch: p
         read.clear()
         optimizer.step()
         counts.append(len(read))
-        optimizer.close()
     assert counts[0] == counts[1]

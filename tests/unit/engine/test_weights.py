@@ -17,8 +17,11 @@ from torch import Tensor, nn
 import penstock
 from penstock.engine.unit import first_values
 from penstock.errors import CheckpointError, ConfigError
+from tests.lib.engines import assert_same_state, prepared, state, train
 from tests.lib.models import llama as lib_llama
+from tests.lib.models import stack
 from tests.lib.ranks import run_ranks
+from tests.lib.streams import inline
 
 pytest.importorskip("transformers")
 
@@ -112,56 +115,15 @@ def test_initialisation_is_that_of_the_whole_model_on_one_cpu(tied: bool) -> Non
 
 @pytest.mark.parametrize("weights", ["init", "folder"])
 def test_adagrads_first_sum_of_a_model_without_values_is_its_initial_value(weights: str, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = Plain().train(False)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    with torch.device("meta"):
-        empty = Plain().train(False)
-
-    def trained(model: nn.Module, **how: Any) -> list[Tensor]:
-        stock = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.25)
-        optimizer = penstock.prepare(model, stock, precision="fp32", **how)
-        found = [optimizer.full_state(p, "sum") for p in model.parameters()]
-        assert all(torch.equal(value, torch.full_like(value, 0.25)) for value in found)
-        optimizer.backward(model(torch.ones(2, 16)).square().mean())
-        optimizer.step()
-        found = [optimizer.full_param(p) for p in model.parameters()]
-        optimizer.close()
-        return found
-
-    torch.manual_seed(3)
-    found = trained(empty, weights="init" if weights == "init" else tmp_path)
-    assert all(map(torch.equal, found, trained(model)))
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.norm(x)
-
-
-def test_plain_modules_are_initialised_by_reset_parameters() -> None:
-    torch.manual_seed(1)
-    reference = Plain()
-    for module in [*reference.layers, reference.norm]:
-        torch.nn.init.zeros_(module.weight)
-    torch.manual_seed(2)
-    for module in [*reference.layers, reference.norm]:
-        module.reset_parameters()
-    with torch.device("meta"):
-        model = Plain()
-    torch.manual_seed(2)
-    optimizer = penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), weights="init", precision="fp32")
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(optimizer.full_param(p), q.detach())
-    assert torch.equal(model.norm.running_var, torch.ones(16))
-    optimizer.close()
+    save_file(stack().state_dict(), tmp_path / "model.safetensors")
+    stock = partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.25)
+    torch.manual_seed(0)
+    model, optimizer = prepared(on_meta(stack), inline, stock=stock, weights="init" if weights == "init" else tmp_path)
+    assert all((optimizer.full_state(p, "sum") == 0.25).all() for p in model.parameters())
+    whole, other = prepared(stack, inline, stock=stock)
+    train(model, optimizer)
+    train(whole, other)
+    assert_same_state(state(model, optimizer), state(whole, other))
 
 
 class Bare(nn.Module):
