@@ -4,7 +4,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -46,10 +46,10 @@ def released(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:
     return streams
 
 
-def until_waited_for(events: Collection[Event] | None = None) -> None:
+def until_waited_for(events: Collection[Event] | None = None, *, or_once: Callable[[], bool] = lambda: False) -> None:
     """Work that is over once the main thread waits: for anything, or for one of some events, which may come later."""
     main = threading.main_thread().ident
-    while True:
+    while not or_once():
         frame: FrameType | None = sys._current_frames()[main]
         is_waiting = frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "wait"
         while is_waiting and frame is not None:

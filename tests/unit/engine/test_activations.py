@@ -24,7 +24,7 @@ from tests.lib.engines import prepared as prepare
 from tests.lib.engines import sgd
 from tests.lib.memory import pinning_on_cpu
 from tests.lib.models import batch_of, seeded
-from tests.lib.streams import inline, separate, simulated
+from tests.lib.streams import inline, separate, simulated, until_waited_for
 
 WIDTH, ROWS, BLOCKS = 64, 32, 4
 
@@ -317,11 +317,12 @@ def test_memory_of_activations_goes_with_an_offload_and_with_close(tier: str, tm
 
 
 class Noting(SimulatedStreams):
-    """Notes when copies of activations begin and end; those up are late."""
+    """Notes when copies of activations begin and end; those up are late: each runs once it is waited for, or let go."""
 
     def __init__(self) -> None:
-        super().__init__(lambda stream, nbytes: 0.05 if stream == UPLOAD else 0.0)
+        super().__init__(lambda stream, nbytes: 0.0)
         self.notes: list[tuple[str, str, int]] = []
+        self.let_go = False
 
     def submit(self, stream: str, work: Work, *, label: Label = NO_LABEL, **rest: Any) -> Event:
         if label.unit != "activation":
@@ -330,14 +331,19 @@ class Noting(SimulatedStreams):
         target, source = one.args  # of a copy
         storage = (target if stream == DOWNLOAD else source).data_ptr()
 
+        mine: list[Event] = []
+
         def noted() -> Any:
+            if stream == UPLOAD:
+                until_waited_for(mine, or_once=lambda: self.let_go)
             self.notes.append(("begins", stream, storage))
             done = work()
             self.notes.append(("ends", stream, storage))
             return done
 
         self.notes.append(("submitted", stream, storage))
-        return super().submit(stream, noted, label=label, **rest)
+        mine.append(super().submit(stream, noted, label=label, **rest))
+        return mine[0]
 
 
 def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:
@@ -360,6 +366,7 @@ def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:
     reading = {storage for what, stream, storage in streams.notes if (what, stream) == ("submitted", UPLOAD)}
     reading -= {storage for what, stream, storage in streams.notes if (what, stream) == ("ends", UPLOAD)}
     assert reading, "some are on their way"
+    streams.let_go = True
     before = len(streams.notes)
     optimizer.backward(loss_of(model, 0))
     after = streams.notes[before:]
