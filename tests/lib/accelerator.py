@@ -18,6 +18,9 @@ class FakeTime:
     def monotonic(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 class FakeAccelerator:
     """A device's module: each stream is a point in time, which work, events and waits move.

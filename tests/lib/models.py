@@ -105,6 +105,32 @@ class Blocks(nn.Module):
         return self.last(x)
 
 
+class Opaque:
+    """An output that cannot be looked into."""
+
+    __slots__ = ("get",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.get = lambda: value
+
+
+class Wraps(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Opaque(super().forward(x))
+
+
+class Unwraps(Block):
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(x.get())
+
+
+def opaque_blocks(width: int = WIDTH) -> Blocks:
+    """Three blocks, the second of which has an output that cannot be looked into."""
+    model = Blocks(3, width)
+    model.blocks[1], model.blocks[2] = seeded(lambda: Wraps(width)), seeded(lambda: Unwraps(width))
+    return model
+
+
 class Mixture(nn.Module):
     """Experts, each a unit; a row goes to the expert that its router's scores say, so that some may get none."""
 

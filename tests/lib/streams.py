@@ -4,7 +4,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.engine.unit.parameter import ReleasedTensor
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import Event, InlineStreams, Streams, Work
+from tests.lib.accelerator import FakeTime
 
 
 def inline() -> Streams:
@@ -45,10 +46,10 @@ def released(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:
     return streams
 
 
-def until_waited_for(events: Collection[Event] | None = None) -> None:
+def until_waited_for(events: Collection[Event] | None = None, *, or_once: Callable[[], bool] = lambda: False) -> None:
     """Work that is over once the main thread waits: for anything, or for one of some events, which may come later."""
     main = threading.main_thread().ident
-    while True:
+    while not or_once():
         frame: FrameType | None = sys._current_frames()[main]
         is_waiting = frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "wait"
         while is_waiting and frame is not None:
@@ -80,6 +81,38 @@ class BreakingStreams(SimulatedStreams):
             raise BrokenError(stream)
 
         return super().submit(stream, fail if stream == self.broken else work, **rest)
+
+
+class GatedStreams(SimulatedStreams):
+    """Work of some streams runs when it is let through, one by one in order."""
+
+    def __init__(self, *gated: str) -> None:
+        super().__init__(lambda stream, nbytes: 0.0)
+        self.gated = gated
+        self.let_through = threading.Semaphore(0)
+
+    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
+        def late() -> Any:
+            assert self.let_through.acquire(timeout=60)
+            return work()
+
+        return super().submit(stream, late if stream in self.gated else work, **rest)
+
+
+class LastingStreams(SimulatedStreams):
+    """Each piece of work on a stream lasts a second of a made-up clock, from the moment that the main thread waits."""
+
+    def __init__(self, clock: FakeTime, slow: str) -> None:
+        super().__init__(lambda stream, nbytes: 0.0)
+        self.clock, self.slow = clock, slow
+
+    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
+        def late() -> Any:
+            until_waited_for()
+            self.clock.sleep(1)
+            return work()
+
+        return super().submit(stream, late if stream == self.slow else work, **rest)
 
 
 #: By name, for parametrised tests: what a cpu as the device gets, an accelerator without and with asynchronous work.

@@ -86,7 +86,7 @@ REDUNDANT = {
     "offload.ended_for_compute": "it is for a stream of the host, which synchronizes",
     "ring.free": "the clean-up waits for each slot of the ring",
     "ring.free_to_drop": MOVES,
-    "release.failed_gather_over": "only where a gather has failed in part: test_failing_work.py",
+    "release.failed_gather_over": "only where a gather has failed in part: test_overlap.py",
     "pool.memory_unused": UNWANTED,
     "pool.returned_write": UNWANTED,
     "quantized_gather.buffer_free": "this rank's part comes up after it, on its stream",

@@ -108,7 +108,6 @@ def test_averages_of_what_comes_begin_with_it() -> None:
     assert {row.unit for row in optimizer.locations().rows if row.kind == "ema"} == {"root", "blocks.0", "blocks.1"}
     train(model, optimizer, 1)
     ema.update()
-    optimizer.close()
 
 
 def test_the_loss_scale_goes_on() -> None:
@@ -121,7 +120,6 @@ def test_the_loss_scale_goes_on() -> None:
     result = optimizer.step()
     assert result.loss_scale == 32768.0
     assert not result.skipped
-    optimizer.close()
 
 
 def test_what_was_in_a_group_and_never_trained_moves() -> None:
@@ -135,7 +133,6 @@ def test_what_was_in_a_group_and_never_trained_moves() -> None:
     before = optimizer.full_param(model.blocks[1].up.weight)
     train(model, optimizer)
     assert not torch.equal(optimizer.full_param(model.blocks[1].up.weight), before)
-    optimizer.close()
 
 
 # What is refused
@@ -180,7 +177,6 @@ def test_what_cannot_be_is_refused_and_nothing_has_changed() -> None:
         model._modules.update(modules)
         model.blocks.requires_grad_(False)
         train(model, optimizer, 1 + step)
-    optimizer.close()
 
 
 def test_when_it_cannot_be() -> None:
@@ -233,7 +229,6 @@ def test_memory_that_is_not_there_leaves_what_was(monkeypatch: pytest.MonkeyPatc
     assert optimizer.locations().to_dict() == before
     optimizer.add_param_group(group)
     train(model, optimizer)
-    optimizer.close()
 
 
 def test_what_fails_in_the_middle_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,8 +254,9 @@ def of_gathered(model: Net, optimizer: penstock.Optimizer) -> Tensor:
         return model.last.weight.square().sum()
 
 
-@pytest.mark.parametrize("begin", [lambda model, _: loss(model), of_gathered], ids=["forward", "gathered"])
-@pytest.mark.parametrize("made_of", [inline, separate])
+@pytest.mark.parametrize(
+    ("made_of", "begin"), [(inline, lambda model, _: loss(model)), (separate, of_gathered)], ids=["forward", "gathered"]
+)
 def test_a_graph_from_before_is_refused(made_of: Callable[[], Any], begin: Callable[..., Tensor]) -> None:
     model, optimizer = prepared(streams=made_of)
     made = begin(model, optimizer)
@@ -269,7 +265,6 @@ def test_a_graph_from_before_is_refused(made_of: Callable[[], Any], begin: Calla
         optimizer.backward(made)
     optimizer.zero_grad()
     train(model, optimizer)
-    optimizer.close()
 
 
 def test_a_backward_that_failed_is_not_forgotten() -> None:
@@ -283,7 +278,6 @@ def test_a_backward_that_failed_is_not_forgotten() -> None:
         optimizer.step()
     optimizer.zero_grad()
     train(model, optimizer)
-    optimizer.close()
 
 
 def test_gradients_that_were_clipped_and_set_stay_so() -> None:

@@ -11,96 +11,81 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.ext.ema import Averages
-from tests.lib.engines import prepared as prepare
+from tests.lib.engines import ON_CPU, assert_same_state, loss_of, prepared, same_bits, train
+from tests.lib.models import Blocks, batch_of, opaque_blocks
 from tests.lib.refusals import Refusal, refused
 from tests.lib.streams import inline, separate
-from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared
-
-BF16 = Arithmetic(precision="bf16")
-SMALL = {"tile_bytes": 4 << 10}
-ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(**SMALL)
 
 
-def train(model: nn.Module, optimizer: penstock.Optimizer, step: int) -> None:
-    optimizer.backward(loss_of(model, batches(1, 1)[step][0][0]))
-    optimizer.step()
-    optimizer.zero_grad()
+def net(streams: Any = separate, **how: Any) -> tuple[Blocks, penstock.Optimizer]:
+    """On the cpu, unless it is told where."""
+    return prepared(Blocks, streams, **{"precision": "bf16", **(how or ON_CPU)})
 
 
-def all_of(model: nn.Module, optimizer: penstock.Optimizer) -> list[Tensor]:
-    return [optimizer.full_param(p) for p in model.parameters()]
+def values(model: nn.Module, optimizer: penstock.Optimizer) -> dict[str, Tensor]:
+    return {name: optimizer.full_param(p) for name, p in model.named_parameters()}
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def averaged(ema: penstock.EMA, model: nn.Module, optimizer: penstock.Optimizer) -> list[Tensor]:
+def averaged(ema: penstock.EMA, model: nn.Module, optimizer: penstock.Optimizer) -> dict[str, Tensor]:
     with ema.applied():
-        return all_of(model, optimizer)
+        return values(model, optimizer)
 
 
 def test_decay_is_written_between_updates() -> None:
-    model, optimizer = prepared(BF16, ON_CPU)
+    model, optimizer = net(inline)
     ema = penstock.EMA(optimizer)
-    wanted = all_of(model, optimizer)
+    wanted = values(model, optimizer)
     for step, decay in enumerate((0.1, 0.5, 0.9)):
-        train(model, optimizer, step)
+        train(model, optimizer, first=step)
         ema.decay = decay
         ema.update()
-        torch._foreach_lerp_(wanted, all_of(model, optimizer), 1 - decay)
-    for ours, theirs in zip(averaged(ema, model, optimizer), wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-    optimizer.close()
+        for name, value in values(model, optimizer).items():
+            wanted[name].lerp_(value, 1 - decay)
+    for name, value in averaged(ema, model, optimizer).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("master", ["remainder", "fp32", "none"])
 def test_the_block_shows_the_average_and_gives_every_bit_back(master: str) -> None:
-    model, optimizer = prepared(Arithmetic(precision="bf16", master=master), ON_CPU, separate())
+    model, optimizer = net(master=master, **ON_CPU)
     ema = penstock.EMA(optimizer, decay=0.5)
-    train(model, optimizer, 0)
+    train(model, optimizer)
     ema.update()
-    before, average = all_of(model, optimizer), averaged(ema, model, optimizer)
-    x = batches(1, 1)[1][0][0][0]
+    before, average = values(model, optimizer), averaged(ema, model, optimizer)
+    x = batch_of(model, 1)
     with ema.applied(), torch.no_grad():
         inside = model(x)
         with optimizer.gathered():
-            state = {name: value.clone() for name, value in model.state_dict().items()}
-    plain = make_model().bfloat16()
-    plain.load_state_dict(state)
+            shown = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = Blocks().bfloat16()
+    plain.load_state_dict(shown)
     assert torch.equal(plain(x.bfloat16()), inside)
     with torch.no_grad():
         assert not torch.equal(model(x), inside)
-    for shown, value in zip(state.values(), average, strict=True):
-        torch.testing.assert_close(shown.float(), value, rtol=1e-2, atol=1e-3)
-    assert same(all_of(model, optimizer), before)
-    assert same(averaged(ema, model, optimizer), average)
-    optimizer.close()
-
-
-class OwnError(Exception):
-    pass
+    for name, value in average.items():
+        torch.testing.assert_close(shown[name].float(), value, rtol=1e-2, atol=1e-3)
+    assert_same_state(values(model, optimizer), before)
+    assert_same_state(averaged(ema, model, optimizer), average)
 
 
 @pytest.mark.parametrize("records", [False, True])
 def test_an_exception_in_the_block_leaves_what_was(records: bool) -> None:
-    model, optimizer = prepared(BF16, ON_CPU, separate())
+    model, optimizer = net()
     ema = penstock.EMA(optimizer, decay=0.5)
-    train(model, optimizer, 0)
+    train(model, optimizer)
     ema.update()
-    before = all_of(model, optimizer)
+    before = values(model, optimizer)
 
-    def fail(*_: Any) -> None:
-        raise OwnError
-
-    handle = model.last.register_forward_pre_hook(fail)
-    with pytest.raises(OwnError), ema.applied(), torch.set_grad_enabled(records):
-        model(batches(1, 1)[1][0][0][0])
-    handle.remove()
-    assert same(all_of(model, optimizer), before)
-    assert not same(averaged(ema, model, optimizer), before)
-    train(model, optimizer, 1)
-    optimizer.close()
+    with (
+        model.last.register_forward_pre_hook(lambda *_: 1 / 0),
+        pytest.raises(ZeroDivisionError),
+        ema.applied(),
+        torch.set_grad_enabled(records),
+    ):
+        loss_of(model)
+    assert_same_state(values(model, optimizer), before)
+    assert not same_bits(averaged(ema, model, optimizer)["first.weight"], before["first.weight"])
+    train(model, optimizer, first=1)
 
 
 def modify(optimizer: penstock.Optimizer) -> None:
@@ -114,16 +99,16 @@ def applied_again(ema: penstock.EMA) -> None:
 
 
 def test_training_inside_the_block_is_refused_by_name(tmp_path: Path) -> None:
-    model, optimizer = prepared(BF16, ON_CPU, separate())
+    model, optimizer = net()
     ema = penstock.EMA(optimizer, decay=0.5)
-    train(model, optimizer, 0)
+    train(model, optimizer)
     optimizer.save(tmp_path / "a")
     ema.update()
-    before = all_of(model, optimizer)
+    before = values(model, optimizer)
     parameter = model.first.weight
     value = torch.zeros(parameter.shape)
     with ema.applied():
-        loss = loss_of(model, batches(1, 1)[1][0][0])
+        loss = loss_of(model)
         for name, call in (
             ("backward", lambda: optimizer.backward(loss)),
             ("backward", loss.backward),
@@ -141,11 +126,11 @@ def test_training_inside_the_block_is_refused_by_name(tmp_path: Path) -> None:
         ):
             with pytest.raises(penstock.EngineError, match=rf"{name}\(\) was called inside EMA.applied"):
                 call()
-    assert same(all_of(model, optimizer), before)
+    assert_same_state(values(model, optimizer), before)
     for call in (ema.applied, ema.update, lambda: penstock.EMA(optimizer, name="other")):
         with pytest.raises(penstock.EngineError, match=r"inside gathered"), optimizer.gathered():
             call()
-    train(model, optimizer, 1)
+    train(model, optimizer, first=1)
     optimizer.close()
     for call in (ema.applied, ema.update):
         with pytest.raises(penstock.EngineError, match=r"after close"):
@@ -154,39 +139,36 @@ def test_training_inside_the_block_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [inline, separate])
 def test_a_graph_of_the_average_is_of_no_use_after_the_block(make: Callable[[], Any]) -> None:
-    model, optimizer = prepared(Arithmetic(), Movement(), make())
+    model, optimizer = net(make, precision="fp32")
     ema = penstock.EMA(optimizer, decay=0.5)
     with ema.applied():
-        loss = loss_of(model, batches(1, 1)[1][0][0])
+        loss = loss_of(model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         optimizer.backward(loss)
     optimizer.zero_grad()
-    train(model, optimizer, 1)
-    optimizer.close()
+    train(model, optimizer, first=1)
 
 
 def test_homes_move_while_the_average_is_there_and_while_it_is_shown() -> None:
-    model, optimizer = prepared(BF16, Movement().but(**SMALL), separate())
+    model, optimizer = net(params="device")
     ema = penstock.EMA(optimizer, decay=0.5, tier="cpu")
-    train(model, optimizer, 0)
+    train(model, optimizer)
     optimizer.offload_states()
     ema.update()
-    before = all_of(model, optimizer)
+    before = values(model, optimizer)
     with ema.applied():
         optimizer.reload_states()
-    assert same(all_of(model, optimizer), before)
-    train(model, optimizer, 1)
+    assert_same_state(values(model, optimizer), before)
+    train(model, optimizer, first=1)
     ema.update()
-    optimizer.close()
 
 
 @pytest.mark.parametrize(("tier", "make"), [("device", separate), ("cpu", inline), ("nvme", separate)])
 def test_every_byte_is_accounted_for(tier: Any, make: Callable[[], Any]) -> None:
-    how = Movement(params="nvme", optimizer="cpu").but(**SMALL)
-    model, optimizer = prepared(BF16, how, make())
+    model, optimizer = net(make, params="nvme", optimizer="cpu")
     before = optimizer.locations()
     ema = penstock.EMA(optimizer, tier=tier)
-    train(model, optimizer, 0)
+    train(model, optimizer)
     ema.update()
     report = optimizer.locations()
     numel = sum(unit.shard_numel for unit in optimizer._engine.context.units)
@@ -200,28 +182,27 @@ def test_every_byte_is_accounted_for(tier: Any, make: Callable[[], Any]) -> None
 
 
 def test_several_averages_have_names() -> None:
-    model, optimizer = prepared(BF16, ON_CPU)
+    model, optimizer = net(inline)
     fast, slow = penstock.EMA(optimizer, 0.1), penstock.EMA(optimizer, 0.9, name="slow", tier="device")
-    train(model, optimizer, 0)
+    train(model, optimizer)
     fast.update()
     slow.update()
-    assert not same(averaged(fast, model, optimizer), averaged(slow, model, optimizer))
+    shown = [averaged(ema, model, optimizer)["first.weight"] for ema in (fast, slow)]
+    assert not torch.equal(*shown)
     assert optimizer.locations().bytes(kind="ema.slow") == optimizer.locations().bytes(kind="ema") > 0
-    optimizer.close()
 
 
 def test_what_is_frozen_is_not_averaged() -> None:
-    model = make_model()
+    model = Blocks()
     model.blocks[0].requires_grad_(False)
-    _, optimizer = prepare(model, inline)
+    _, optimizer = prepared(model, inline)
     ema = penstock.EMA(optimizer, 0.5)
     assert {row.unit for row in optimizer.locations().rows if row.kind == "ema"} == {"root", "blocks.1"}
     before = [optimizer.full_param(p) for p in model.blocks[0].parameters()]
-    train(model, optimizer, 0)
+    train(model, optimizer)
     ema.update()
     with ema.applied():
-        assert same([optimizer.full_param(p) for p in model.blocks[0].parameters()], before)
-    optimizer.close()
+        assert all(map(torch.equal, map(optimizer.full_param, model.blocks[0].parameters()), before))
 
 
 REFUSED = {
@@ -238,19 +219,18 @@ REFUSED = {
 
 
 def test_what_cannot_be_is_refused_and_nothing_has_changed() -> None:
-    model, optimizer = prepared(BF16, ON_CPU)
+    model, optimizer = net(inline)
     ema = penstock.EMA(optimizer)
     before = optimizer.locations().to_dict()
     for row in REFUSED.values():
         refused(row, ema, optimizer)
         assert optimizer.locations().to_dict() == before
-    train(model, optimizer, 0)
+    train(model, optimizer)
     ema.update()
-    optimizer.close()
 
 
 def test_memory_that_is_not_there_leaves_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = prepared(BF16, ON_CPU, separate())
+    model, optimizer = net()
     before = optimizer.locations().to_dict()
 
     def fail(*_: Any, **__: Any) -> None:
@@ -261,94 +241,66 @@ def test_memory_that_is_not_there_leaves_what_was(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(penstock.MemoryBudgetError):
             penstock.EMA(optimizer)
     assert optimizer.locations().to_dict() == before
-    train(model, optimizer, 0)
+    train(model, optimizer)
     penstock.EMA(optimizer).update()
-    optimizer.close()
-
-
-class Opaque:
-    """An output that cannot be looked into: its unit stays gathered until its backward."""
-
-    __slots__ = ("_get",)
-
-    def __init__(self, value: Tensor) -> None:
-        self._get = lambda: value
-
-
-class Hiding(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        return Opaque(super().forward(x))
-
-
-class Sum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Hiding(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)._get()
-        return x.sum()
 
 
 def test_a_forward_that_waits_for_its_backward_is_named() -> None:
-    model, optimizer = prepare(Sum())
+    """Of a block with an output that cannot be looked into: it stays gathered until its backward."""
+    model, optimizer = prepared(opaque_blocks())
     ema = penstock.EMA(optimizer, 0.5)
-    loss = model(torch.ones(2, 4))
-    with pytest.raises(penstock.EngineError, match=r"'blocks\.0' is in use by a forward"):
+    loss = loss_of(model)
+    with pytest.raises(penstock.EngineError, match=r"'blocks\.1' is in use by a forward"):
         ema.applied()
     optimizer.backward(loss)
     optimizer.step()
-    before = all_of(model, optimizer)
+    before = values(model, optimizer)
     with ema.applied():
-        model(torch.ones(2, 4))  # recorded, and its backward never comes
-    assert same(all_of(model, optimizer), before)
-    optimizer.close()
+        loss_of(model)  # recorded, and its backward never comes
+    assert_same_state(values(model, optimizer), before)
 
 
 # Checkpoints
 
 
 def test_a_checkpoint_keeps_it(tmp_path: Path) -> None:
-    model, optimizer = prepared(BF16, ON_CPU, separate())
+    model, optimizer = net()
     ema = penstock.EMA(optimizer, 0.5)
     for step in range(2):
-        train(model, optimizer, step)
+        train(model, optimizer, first=step)
         ema.update()
     optimizer.save(tmp_path / "a", blocking=False)
-    train(model, optimizer, 2)
+    train(model, optimizer, first=2)
     ema.update()
     goes_on = averaged(ema, model, optimizer)
     optimizer.close()
-    for how, tier in ((Movement(), "device"), (Movement(optimizer="nvme").but(tile_bytes=8 << 10), "nvme")):
-        model, optimizer = prepared(BF16, how)
+    for how, tier in (({"params": "device"}, "device"), ({"optimizer": "nvme", "tile_bytes": 8 << 10}, "nvme")):
+        model, optimizer = net(inline, **how)
         ema = penstock.EMA(optimizer, 0.5, tier=tier)
         optimizer.load(tmp_path / "a")
-        train(model, optimizer, 2)
+        train(model, optimizer, first=2)
         ema.update()
-        assert same(averaged(ema, model, optimizer), goes_on)
-        optimizer.close()
+        assert_same_state(averaged(ema, model, optimizer), goes_on)
 
 
 def test_a_checkpoint_without_it_begins_with_the_parameters_and_one_that_is_not_asked_for_is_left_and_both_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, optimizer = prepared(BF16, ON_CPU)
+    model, optimizer = net(inline)
     optimizer.save(tmp_path / "without")
     ema = penstock.EMA(optimizer, 0.5)
     optimizer.save(tmp_path / "with")
-    before = all_of(model, optimizer)
-    train(model, optimizer, 1)
+    before = values(model, optimizer)
+    train(model, optimizer, first=1)
     ema.update()
     with caplog.at_level(logging.WARNING, "penstock"):
         optimizer.load(tmp_path / "without")
     assert "has no average 'ema': it begins with the parameters" in caplog.text
-    assert same(averaged(ema, model, optimizer), all_of(model, optimizer))
+    assert_same_state(averaged(ema, model, optimizer), values(model, optimizer))
     optimizer.close()
-    model, optimizer = prepared(BF16, ON_CPU)
-    train(model, optimizer, 0)
+    model, optimizer = net(inline)
+    train(model, optimizer)
     with caplog.at_level(logging.WARNING, "penstock"):
         optimizer.load(tmp_path / "with")
     assert "has an average 'ema', which is not loaded" in caplog.text
-    assert same(all_of(model, optimizer), before)
-    optimizer.close()
+    assert_same_state(values(model, optimizer), before)

@@ -125,54 +125,42 @@ def test_complex_parameters_are_refused_by_name() -> None:
         units_of(model)
 
 
-class Policies:
-    blocks = nn.ModuleList([nn.Sequential(layer(), nn.LayerNorm(2)) for _ in range(2)])
-    model = Model(norm=nn.LayerNorm(2), layers=blocks)
+blocks = nn.ModuleList([nn.Sequential(layer(), nn.LayerNorm(2)) for _ in range(2)])
+MODEL = Model(norm=nn.LayerNorm(2), layers=blocks)
+POLICIES: dict[str, tuple[Any, list[str]]] = {
+    "the model": (Model, []),
+    "the model and others": ((Model, nn.Sequential), ["layers.0", "layers.1"]),
+    "the model by name": (lambda name, module: name == "", []),
+    "a class": (nn.Sequential, ["layers.0", "layers.1"]),
+    "classes": ([nn.Linear], ["layers.0.0", "layers.1.0"]),
+    "nested": ((nn.Linear, nn.Sequential), ["layers.0", "layers.0.0", "layers.1", "layers.1.0"]),
+    "by name": (lambda name, module: name == "layers.1", ["layers.1"]),
+    "by module": (lambda name, module: isinstance(module, nn.LayerNorm), ["norm", "layers.0.1", "layers.1.1"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        (Model, ["root"]),
-        ((Model, nn.Sequential), ["root", "layers.0", "layers.1"]),
-        (lambda name, module: name == "", ["root"]),
-        (nn.Sequential, ["root", "layers.0", "layers.1"]),
-        ([nn.Linear], ["root", "layers.0.0", "layers.1.0"]),
-        ((nn.Linear, nn.Sequential), ["layers.0", "layers.0.0", "layers.1", "layers.1.0"]),
-        (lambda name, module: name == "layers.1", ["root", "layers.1"]),
-        (lambda name, module: isinstance(module, nn.LayerNorm), ["root", "norm", "layers.0.1", "layers.1.1"]),
-    ],
-    ids=[
-        "the model",
-        "the model and others",
-        "the model by name",
-        "a class",
-        "classes",
-        "nested",
-        "by name",
-        "by module",
-    ],
-)
+@pytest.mark.parametrize(("policy", "expected"), POLICIES.values(), ids=POLICIES)
 def test_policies_choose_the_blocks(policy: Any, expected: list[str]) -> None:
-    found = list(units_of(Policies.model, policy))
-    assert [name for name in found if name != "root"] == [name for name in expected if name != "root"]
+    found = list(units_of(MODEL, policy))
     assert "root" in found
+    assert [name for name in found if name != "root"] == expected
 
 
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        (nn.Conv2d, "units: no module of Model matches Conv2d. Use units=None to find blocks."),
-        (lambda name, module: False, "units: no module of Model matches the predicate. Use units=None to find blocks."),
-        ([], "units=[]: give module classes, a predicate on (name, module), or None."),
-        (["Linear"], "units=['Linear']: give module classes, a predicate on (name, module), or None."),
-        (3, "units=3: give module classes, a predicate on (name, module), or None."),
-    ],
-    ids=["absent class", "nothing", "no classes", "names", "number"],
-)
+GIVE = "give module classes, a predicate on (name, module), or None."
+NONE_MATCH = "units: no module of Model matches {}. Use units=None to find blocks."
+REFUSED: dict[str, tuple[Any, str]] = {
+    "absent class": (nn.Conv2d, NONE_MATCH.format("Conv2d")),
+    "nothing": (lambda name, module: False, NONE_MATCH.format("the predicate")),
+    "no classes": ([], f"units=[]: {GIVE}"),
+    "names": (["Linear"], f"units=['Linear']: {GIVE}"),
+    "number": (3, f"units=3: {GIVE}"),
+}
+
+
+@pytest.mark.parametrize(("policy", "text"), REFUSED.values(), ids=REFUSED)
 def test_a_policy_that_says_nothing_is_refused(policy: Any, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        units_of(Policies.model, policy)
+        units_of(MODEL, policy)
     assert str(caught.value) == text
 
 

@@ -23,6 +23,7 @@ from tests.lib.models import stack
 from tests.lib.streams import inline, separate, simulated
 
 WIDTH = 16
+DROPS_ENGINES = True
 
 
 ROWS: dict[str, tuple[Callable[[], Streams], dict[str, Any]]] = {
@@ -104,6 +105,17 @@ def test_a_model_whose_optimizer_was_dropped_goes_on_until_it_goes(row: str, tmp
     del model
     assert dies(engine)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_keeps_a_recorder_keeps_no_engine(tmp_path: Path) -> None:
+    model, optimizer = make("device", tmp_path)
+    recorder = optimizer.record(tmp_path)
+    train(model, optimizer, 4)
+    dropped = weakref.ref(optimizer._engine)
+    del model, optimizer
+    assert dies(dropped)
+    recorder.close()
+    assert '"event": "end"' in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_an_optimizer_keeps_its_model(tmp_path: Path) -> None:

@@ -207,17 +207,14 @@ def test_every_step_is_the_one_of_plain_torch(name: str) -> None:
             assert parameter not in without or torch.equal(p, without[parameter]), parameter
             assert run.optimizer.full_state(q, "step") == plain.optimizer.state[p].get("step", 0), parameter
     assert all(torch.equal(a, b) for a, b in zip(run.losses, plain.losses, strict=True))
-    run.optimizer.close()
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=list(ROWS))
 def test_no_movement_changes_a_bit(number: int) -> None:
-    """Two of the movements for each row: each movement meets several, and `tests/parity` has all of them."""
+    """One of the movements for each row, and `tests/parity` has all of them."""
     row = list(ROWS.values())[number]
     fitting = [m for m in MOVEMENTS if m["overlap"] != "backward" or row not in ENDS_WITH_UPDATES_IN_BACKWARD]
-    expected = ours(row, streams=inline, overlap="none")
-    for movement in (fitting[number % len(fitting)], fitting[(number + 3) % len(fitting)]):
-        assert_same_state(ours(row, **movement), expected)
+    assert_same_state(ours(row, **fitting[number % len(fitting)]), ours(row, streams=inline, overlap="none"))
 
 
 @pytest.mark.parametrize("owned", [True, False], ids=["in a group", "in no group"])
@@ -251,7 +248,6 @@ def test_what_was_frozen_in_prepare_is_trained_after_another(owned: bool) -> Non
     for p, q in zip(plain_model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(run.optimizer.full_param(q), p.detach(), rtol=1e-6, atol=1e-7)
         assert run.optimizer.full_state(q, "step") == plain.optimizer.state[p].get("step", 0)
-    run.optimizer.close()
 
 
 def states_of(run: Run) -> list[dict[str, Tensor]]:

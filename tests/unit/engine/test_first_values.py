@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,9 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import penstock
+from penstock.engine.unit.first_values import broadcast_alike, copies_of_first_rank, packs
 from penstock.errors import CheckpointError, ConfigError, EngineError
+from penstock.runtime.collectives import Collectives
+from penstock.runtime.topology import Grid
 from tests.lib.engines import prepared as prepare
-from tests.lib.models import seeded
+from tests.lib.models import buffered, seeded, stack
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 
@@ -39,15 +42,11 @@ def assert_holds(optimizer: penstock.Optimizer, model: nn.Module, expected: nn.M
 # The model's own initialisation
 
 
-def apply_resets(model: nn.Module) -> None:
-    """As its author would."""
-
-    def reset(module: nn.Module) -> None:
-        run = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if run is not None:
-            run()
-
-    model.apply(reset)
+def reset(module: nn.Module) -> None:
+    """What its author would apply to a model."""
+    run = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if run is not None:
+        run()
 
 
 class Shared(nn.Module):
@@ -79,16 +78,19 @@ def transformer() -> nn.Module:
     return nn.Transformer(WIDTH, 2, 2, 2, 16, batch_first=True)
 
 
-@pytest.mark.parametrize(("make", "meta"), [(Shared, True), (Scaled, True), (Scaled, False), (transformer, True)])
+@pytest.mark.parametrize(
+    ("make", "meta"), [(Shared, True), (Scaled, True), (Scaled, False), (transformer, True), (buffered, True)]
+)
 def test_init_visits_modules_as_apply_does(make: Callable[[], nn.Module], meta: bool) -> None:
     reference = make()
     torch.manual_seed(3)
-    apply_resets(reference)
+    reference.apply(reset)
     for streams, storages in ((inline, {}), (separate, {"params": "cpu"}), (simulated, {"params": "cpu"})):
         model = on_meta(make) if meta else seeded(make, 4)
         torch.manual_seed(3)
         _, optimizer = prepare(model, streams, weights="init", **storages)
         assert_holds(optimizer, model, reference)
+        assert all(map(torch.equal, model.buffers(), reference.buffers()))
         optimizer.close()
 
 
@@ -168,14 +170,13 @@ def test_a_parameter_that_cannot_be_exchanged_leaves_the_others() -> None:
         prepared(model, weights="init")
     assert all(p.is_meta and p.shape[0] == WIDTH for p in model.parameters())
     del held
-    prepared(model, weights="init").close()
 
 
 # What does not fit
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    return stack(width=WIDTH)
 
 
 @pytest.mark.parametrize("meta", [True, False])
@@ -194,11 +195,6 @@ def test_a_misfit_of_a_later_unit_leaves_the_model_as_it_was(meta: bool) -> None
     values["2.weight"] = torch.ones(WIDTH, WIDTH)
     optimizer = prepared(model, weights=values.__getitem__)
     assert all(torch.equal(optimizer.full_param(p), torch.ones(p.shape)) for p in model.parameters())
-    optimizer.close()
-
-
-def raising(name: str) -> Tensor:
-    raise KeyError(name)
 
 
 ODD = {
@@ -210,6 +206,8 @@ ODD = {
 
 
 def test_values_that_are_no_plain_tensors_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"weights\('0.weight'\) failed: KeyError\('0.weight'\)"):
+        prepared(blocks(), weights={}.__getitem__)
     model = blocks()
     before = [p.detach().clone() for p in model.parameters()]
     for value, match in ODD.values():
@@ -218,11 +216,6 @@ def test_values_that_are_no_plain_tensors_are_named() -> None:
             with pytest.raises(ConfigError, match=match):
                 prepared(model, weights=weights)
             assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-
-
-def test_a_function_that_fails_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"weights\('0.weight'\) failed: KeyError\('0.weight'\)"):
-        prepared(blocks(), weights=raising)
 
 
 class Tied(nn.Module):
@@ -277,3 +270,72 @@ def test_what_fails_on_one_rank_fails_on_all() -> None:
     assert "'2.weight' has shape (3,)" in second[0]
     assert "'stranger' is unexpected" in second[1]
     assert len(first) == len(second) == 2
+
+
+# First values that ranks have from each other: what is sent together
+
+MIB = 1 << 20
+
+
+class FirstRank:
+    """Keeps what goes over the wire; the values of the first rank are these, negated."""
+
+    def __init__(self, tp: int = 1) -> None:
+        self.grid = Grid(tp=tp)
+        self.sent: list[int] = []
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.sent.append(tensor.nbytes)
+        tensor.copy_(255 - tensor)
+
+    def broadcast_alike(self, tensor: Tensor) -> None:
+        self.broadcast(tensor)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([], []),
+        ([0], [1]),
+        ([MIB, 1, MIB], [1, 1, 1]),
+        ([3 * MIB, 1, 1, MIB - 2, 1], [1, 3, 1]),
+        ([10] * 1000, [1000]),
+    ],
+)
+def test_few_bytes_go_together_and_many_alone(sizes: list[int], groups: list[int]) -> None:
+    found = list(packs(sizes))
+    assert [len(group) for group in found] == groups
+    assert [number for group in found for number in group] == list(range(len(sizes)))
+
+
+def test_values_of_any_dtype_are_copied_in_order() -> None:
+    values: list[Any] = [
+        torch.arange(6, dtype=torch.float32),
+        torch.tensor([3], dtype=torch.int64),
+        torch.zeros(0),
+        torch.arange(5, dtype=torch.bfloat16),
+        torch.tensor([1, 0, 255], dtype=torch.uint8),
+        torch.randn(MIB, dtype=torch.float16),
+    ]
+    before = [value.clone() for value in values]
+    ranks = FirstRank()
+    copies = copies_of_first_rank(values, cast(Collectives, ranks), torch.device("cpu"))
+    assert ranks.sent == [32 + 16 + 16 + 16, 2 * MIB]  # what is large goes by itself; others begin at multiples of 16
+    for copy, value, old in zip(copies, values, before, strict=True):
+        assert torch.equal(copy.view(torch.uint8), 255 - old.view(torch.uint8))
+        assert torch.equal(value, old)
+
+
+def test_small_parameters_that_ranks_have_alike_travel_together_into_their_places() -> None:
+    buffer = torch.zeros(2 * MIB + 4000, dtype=torch.uint8)
+    places = [(0, 3), (8, 8), (16, 1016), (2000, 2000 + 2 * MIB), (2000 + 2 * MIB, 3000 + 2 * MIB)]
+    tensors = [buffer[start:stop] for start, stop in places]
+    alone, several = FirstRank(), FirstRank(tp=2)
+    broadcast_alike(tensors, cast(Collectives, alone))
+    assert alone.sent == []  # nobody has other parts
+    broadcast_alike(tensors, cast(Collectives, several))
+    assert several.sent == [1003, 2 * MIB, 1000]
+    expected = torch.zeros_like(buffer)
+    for start, stop in places:
+        expected[start:stop] = 255
+    assert torch.equal(buffer, expected)

@@ -111,8 +111,6 @@ def test_a_child_has_placeholders_and_its_writes_do_not_reach_the_parent(row: st
         train(*step, x)
     for p, q in zip(parameters, alone.parameters(), strict=True):
         assert torch.equal(optimizer.full_param(p), other.full_param(q))
-    optimizer.close()
-    other.close()
 
 
 def test_a_child_may_train_a_model_of_its_own(tmp_path: Path) -> None:
@@ -184,4 +182,3 @@ def test_memory_does_not_double_while_a_child_lives(tmp_path: Path) -> None:
         os.waitpid(child, 0)
         os.close(read)
         os.close(write)
-    optimizer.close()

@@ -68,7 +68,6 @@ def test_live_bytes_are_never_exceeded_and_used_as_far_as_they_go(blocks_at_once
     assert gatherer.peak_live_bytes == budget
     assert max(seen) <= budget
     assert gatherer.live_bytes == 0
-    optimizer.close()
 
 
 @pytest.mark.parametrize("blocks_ahead", [0, 1, 2])
@@ -84,7 +83,6 @@ def test_prefetch_bytes_bound_what_is_gathered_ahead(blocks_ahead: int) -> None:
     train(model, optimizer, steps=1)
     # before the first block is needed, the root has gathered ahead; then each block in its place
     assert ahead == [min(blocks_ahead, BLOCKS - number) for number in range(BLOCKS)]
-    optimizer.close()
 
 
 def test_a_unit_larger_than_the_default_budget_grows_it_but_not_one_that_was_asked_for(
@@ -100,7 +98,6 @@ def test_a_unit_larger_than_the_default_budget_grows_it_but_not_one_that_was_ask
     model, optimizer = chain(live_bytes=BLOCK_BYTES)  # what nobody asked for
     train(model, optimizer, steps=1)
     assert gatherer_of(optimizer).peak_live_bytes == needed
-    optimizer.close()
 
 
 def test_the_order_of_the_last_forward_and_backward_is_expected_next() -> None:
@@ -122,7 +119,6 @@ def test_the_order_of_the_last_forward_and_backward_is_expected_next() -> None:
     hooks = optimizer._engine.hooks
     assert [u.name for u in hooks.passes.forward.learned] == ["root", "blocks.2", "blocks.0", "blocks.3", "blocks.1"]
     assert [u.name for u in hooks.passes.backward.learned] == ["root", "blocks.1", "blocks.3", "blocks.0", "blocks.2"]
-    optimizer.close()
 
 
 def test_what_is_gathered_ahead_and_not_used_is_taken_back() -> None:
@@ -135,7 +131,6 @@ def test_what_is_gathered_ahead_and_not_used_is_taken_back() -> None:
     assert all(u.holding.unit_state is UnitState.RELEASED for u in optimizer._engine.context.units)
     assert is_released(model.blocks[3].weight)
     assert model.blocks[3].weight.shape == (WIDTH, WIDTH)
-    optimizer.close()
 
 
 LETTERS: Mapping[str, Any] = {letter: SimpleNamespace(letter=letter) for letter in "abcx"}
@@ -187,7 +182,6 @@ def test_a_unit_that_is_read_in_place_takes_nothing_of_what_may_be_gathered_ahea
     gatherer.prefetch(iter([others[1]]))
     assert [u.holding.unit_state for u in (in_place, *others[:2])] == [UnitState.GATHERING] * 3
     gatherer.drop_unused()
-    optimizer.close()
 
 
 def test_holders_are_counted_each_for_itself_and_states_follow_a_table() -> None:

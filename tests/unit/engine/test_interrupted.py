@@ -34,7 +34,7 @@ RUNS = {
     "nvme": of_one_block(Movement(3, "nvme", "nvme", "nvme").but(**SMALL)),
     "late": of_one_block(Movement(optimizer=HALF).but(**SMALL), lambda: simulated(most_seconds=0.0001)),
 }
-PLACES = 6  # of all the lines that a call runs, so many are interrupted
+PLACES = 3  # of all the lines that a call runs, so many are interrupted
 Call = Callable[[penstock.Optimizer, Path], object]
 
 
@@ -184,7 +184,7 @@ def test_a_save_beside_training_is_noted_whole_or_not_at_all(name: str, method: 
     places = places_of(run, *CALLS[name], tmp_path / "lines")
     first = min(number for at, number in places.items() if at.startswith("saving.py") and at.endswith(method))
     # Calls differ by a few lines, so that its lines are aimed at from some before the first one.
-    for number in range(first - 4, first + 9):
+    for number in range(first - 3, first + 8):
         assert once(run, name, number, KeyboardInterrupt, tmp_path / str(number), expected) == ""
 
 

@@ -1,7 +1,8 @@
 """Gradients on their way down: once, in the reduce dtype, cast and added on the host while the next tile comes."""
 
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -10,19 +11,21 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.config import GRAD, Tier
+from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.simulated import SimulatedStreams
-from penstock.runtime.streams import DOWNLOAD, UPDATE, Event, Work, across, copy
+from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, ON_DEVICE, UPDATE, Event, HostEvent, Work, across, copy
 from penstock.runtime.topology import Reach
 from penstock.tiers.staging import MEMORY_SLOTS, StagingPlan
 from penstock.tiers.storage import CellPlan, SegmentPlan
 from penstock.trace import NO_LABEL, Label
-from tests.lib.engines import prepare_on
-from tests.lib.memory import disks, pinning_on_cpu
+from tests.lib.engines import TILE_BYTES, prepared
+from tests.lib.memory import pinning_on_cpu
+from tests.lib.models import stack
 from tests.lib.streams import inline, separate, simulated
-from tests.parity.rows import shares
+from tests.parity.rows import Arithmetic, Movement, shares, train
+from tests.unit.machine.test_streams import FakeAccelerator
 
 WIDTH = 96  # 2 * 96 * 97 gradients in bf16: 10 tiles of 4 KiB
-TILE_BYTES = 4096
 
 
 class InTurn(SimulatedStreams):
@@ -62,12 +65,8 @@ class InTurn(SimulatedStreams):
         return super().submit(stream, late, label=label, **rest)
 
 
-def prepared(streams: Any, **rest: Any) -> tuple[nn.Module, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = penstock.Options(tile_bytes=TILE_BYTES)
-    return model, prepare_on(streams, model, stock, options=options, **rest)
+def landing(streams: Any, **how: Any) -> tuple[nn.Module, penstock.Optimizer]:
+    return prepared(lambda: stack(layers=2, width=WIDTH), streams, precision="bf16", **how)
 
 
 def backward(model: nn.Module, optimizer: penstock.Optimizer, seed: int) -> None:
@@ -78,7 +77,7 @@ def backward(model: nn.Module, optimizer: penstock.Optimizer, seed: int) -> None
 def test_the_next_tile_comes_down_while_one_is_added() -> None:
     found = []
     for streams in (inline(), InTurn()):
-        model, optimizer = prepared(streams, placement=penstock.Placement(grads="cpu", optimizer="cpu"))
+        model, optimizer = landing(streams, grads="cpu", optimizer="cpu")
         backward(model, optimizer, 0)
         optimizer.synchronize()
         if isinstance(streams, InTurn):
@@ -91,7 +90,6 @@ def test_the_next_tile_comes_down_while_one_is_added() -> None:
             assert streams.waited_in_vain == []
             rows = [row for row in optimizer.locations().rows if row.unit.startswith("(landing")]
             assert [row.nbytes for row in rows] == [TILE_BYTES] * MEMORY_SLOTS
-        optimizer.close()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -119,20 +117,18 @@ WHERE: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
-@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+@pytest.mark.parametrize(("where", "pinned"), [*((where, True) for where in WHERE), ("cpu", False)])
 def test_gradients_summed_in_fp32_come_down_in_the_reduce_dtype(
     where: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Two bytes for each parameter, whatever the home holds. Cast on the device it would be four, and a temporary."""
-    where = where if isinstance(where, str) else dict(where)
-    placement = penstock.Placement(grads=where, optimizer="cpu", nvme_path=disks())
+    where = WHERE[where] if isinstance(WHERE[where], str) else dict(WHERE[where])
     found = []
     for streams in (inline(), separate(), simulated(), Counting()):
         with monkeypatch.context() as patch:
             if not pinned:
                 pinning_on_cpu(patch, limit=0)
-            model, optimizer = prepared(streams, placement=placement, grad_accumulation_dtype=torch.float32)
+            model, optimizer = landing(streams, grads=where, optimizer="cpu", grad_accumulation_dtype=torch.float32)
             backward(model, optimizer, 0)
             optimizer.synchronize()
             if isinstance(streams, Counting):
@@ -167,3 +163,60 @@ def test_a_rank_without_elements_plans_buffers_of_no_size() -> None:
     gradients = SegmentPlan(GRAD, Tier.CPU, (cell,), 0, 0, 1024)
     plan = StagingPlan([{GRAD: [gradients]}], reduce_dtype=torch.bfloat16, reach=Reach(False, True))
     assert sum(segment.nbytes for segment in plan.segments()) == 0
+
+
+# How much of a step goes through a thread of the host
+
+KIB = 1 << 10
+STREAMED = Movement(params="cpu", grads="cpu", optimizer="cpu").but(tile_bytes=4 * KIB)
+IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
+
+
+@pytest.fixture
+def streams() -> Iterator[AcceleratorStreams]:
+    """Of a device that is always busy: nothing is over when it is asked for, and the host's kernels are its own."""
+    fake = FakeAccelerator()
+    fake.over = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_device_module", lambda device: fake)
+        streams = AcceleratorStreams(torch.device("cpu"))
+    yield streams
+    streams.close()
+
+
+def count(streams: AcceleratorStreams, how: Movement, *, accumulation: int) -> tuple[Counter[str], Counter[str]]:
+    """What is submitted to each of the device's streams, and what of it goes through a thread."""
+    submitted: Counter[str] = Counter()
+    deferred: Counter[str] = Counter()
+    submit = streams._submit
+
+    def counted(stream: str, *arguments: object) -> Event:
+        event = submit(stream, *arguments)  # type: ignore[arg-type]
+        if stream in ON_DEVICE:
+            submitted[stream] += 1
+            deferred[stream] += isinstance(event, HostEvent)
+        return event
+
+    streams._submit = counted  # type: ignore[method-assign, assignment]
+    train(Arithmetic(accumulation=accumulation, clip=0.5), how, streams=streams, steps=3)
+    return submitted, +deferred
+
+
+@pytest.mark.parametrize(
+    ("how", "most"),
+    [
+        # Nothing of the host is in between: everything is enqueued by whoever submits it.
+        (STREAMED.but(streamed_updates=1.0), 0.0),
+        # The host updates the other half, and takes turns in a ring with what is brought for that.
+        (STREAMED.but(streamed_updates=0.5), 0.5),
+        # Gathers and gradients pass files.
+        (IN_FILES, 0.9),
+    ],
+    ids=["streamed", "half streamed", "in files"],
+)
+def test_what_follows_the_device_alone_goes_through_no_thread(
+    streams: AcceleratorStreams, how: Movement, most: float
+) -> None:
+    submitted, deferred = count(streams, how, accumulation=1)
+    assert deferred.total() <= most * submitted.total(), f"{dict(deferred)} of {dict(submitted)}"
+    assert COLLECTIVE not in deferred, "reductions follow compute alone"

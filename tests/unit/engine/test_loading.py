@@ -1,6 +1,7 @@
 """Loads: what they change is all or named, of one checkpoint on all ranks, and the newest that is whole."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ from penstock.engine.unit.unit import WeightRange
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate
 from tests.parity.resuming import Other, Run, Values, different, go_on, iterate, values
-from tests.parity.rows import Arithmetic, Movement, shares
+from tests.parity.rows import Arithmetic, Movement
 
 SMALL = {"tile_bytes": 4 << 10}
 BF16 = Arithmetic(precision="bf16")
 RUN = Run(BF16, Movement(params="cpu", optimizer="cpu").but(**SMALL), separate)
-THIRDS = shares(device=0.5, cpu=0.5)
 
 
 Prepared = tuple[nn.Module, penstock.Optimizer, Any]
@@ -54,31 +54,27 @@ def backward_that_fails(model: nn.Module) -> None:
 # A backward that failed
 
 
-@pytest.mark.parametrize("run", [RUN, Run(BF16, Movement(3, THIRDS, THIRDS, THIRDS).but(**SMALL), separate)], ids=str)
-def test_a_load_after_a_backward_that_raised_is_whole(run: Run, tmp_path: Path) -> None:
-    model, optimizer, scheduler = after_steps(run, 2)
+def test_a_load_after_a_backward_that_raised_is_whole(tmp_path: Path) -> None:
+    model, optimizer, scheduler = after_steps(RUN, 2)
     optimizer.save(tmp_path / "a")
-    goes_on = go_on(run, model, optimizer, scheduler, steps=2)
+    goes_on = go_on(RUN, model, optimizer, scheduler, steps=2)
     optimizer.param_groups[0]["lr"] = 0.5
     backward_that_fails(model)
     optimizer.load(tmp_path / "a")
-    assert go_on(run, model, optimizer, scheduler, steps=2).otherwise(goes_on) == []
-    optimizer.close()
+    assert go_on(RUN, model, optimizer, scheduler, steps=2).otherwise(goes_on) == []
 
 
-def set_param(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    for parameter in model.parameters():
-        optimizer.set_full_param(parameter, torch.ones(parameter.shape))
+def set_everywhere(setter: str, *name: str) -> Callable[..., None]:
+    def change(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+        for parameter in model.parameters():
+            getattr(optimizer, setter)(parameter, *name, torch.ones(parameter.shape))
+
+    return change
 
 
-def set_state(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    for parameter in model.parameters():
-        optimizer.set_full_state(parameter, "exp_avg", torch.ones(parameter.shape))
-
-
-def set_grad(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    for parameter in model.parameters():
-        optimizer.set_full_grad(parameter, torch.ones(parameter.shape))
+set_param = set_everywhere("set_full_param")
+set_state = set_everywhere("set_full_state", "exp_avg")
+set_grad = set_everywhere("set_full_grad")
 
 
 def take_over(model: nn.Module, optimizer: penstock.Optimizer) -> None:
@@ -90,12 +86,7 @@ def write_gathered(model: nn.Module, optimizer: penstock.Optimizer) -> None:
         model.last.weight.zero_()
 
 
-def move(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    optimizer.offload_states({"optimizer", "param"}, pin_memory=False)
-    optimizer.reload_states()
-
-
-@pytest.mark.parametrize("change", [set_param, set_state, set_grad, take_over, write_gathered, move])
+@pytest.mark.parametrize("change", [set_param, set_state, set_grad, take_over, write_gathered])
 def test_changes_after_a_backward_that_raised_are_those_of_one_that_did_not(change: Any) -> None:
     found = []
     for fails in (True, False):
@@ -106,33 +97,7 @@ def test_changes_after_a_backward_that_raised_are_those_of_one_that_did_not(chan
         optimizer.zero_grad()
         iterate(RUN, model, optimizer, scheduler, 1, 0, 1)
         found.append(values(model, optimizer))
-        optimizer.close()
     assert different(*found) == []
-
-
-def test_setting_a_parameter_inside_a_pass_is_refused(tmp_path: Path) -> None:
-    """Where its unit, or another one, is gathered ahead."""
-    model, optimizer, scheduler = after_steps()
-    optimizer.save(tmp_path / "a")
-    goes_on = go_on(RUN, model, optimizer, scheduler, steps=1)
-    optimizer.load(tmp_path / "a")
-    said: list[str] = []
-
-    def attempt(*_: Any) -> None:
-        for parameter in (model.first.weight, model.last.weight):
-            with pytest.raises(penstock.EngineError) as caught:
-                optimizer.set_full_param(parameter, torch.zeros(parameter.shape))
-            said.append(str(caught.value))
-
-    handles = [model.blocks[0].register_forward_hook(attempt), model.last.weight.register_hook(attempt)]
-    optimizer.backward(model(torch.ones(4, 12)).square().mean())
-    for handle in handles:
-        handle.remove()
-    assert len(said) == 4
-    assert all("inside a forward or a backward" in text for text in said)
-    optimizer.zero_grad()
-    assert go_on(RUN, model, optimizer, scheduler, steps=1).otherwise(goes_on) == []
-    optimizer.close()
 
 
 # In the middle
@@ -150,9 +115,13 @@ def check_torn(run: Run, prepared: Prepared, whole: Path, expected: Values) -> N
     iterate(run, *prepared, 1, 0, 1)
 
 
-@pytest.mark.parametrize("where", ["write_buffer", "write_averages", "write_weights"])
 @pytest.mark.parametrize(
-    "error", [OutOfMemoryError("out of memory"), KeyboardInterrupt()], ids=lambda e: type(e).__name__
+    ("where", "error"),
+    [
+        ("write_buffer", KeyboardInterrupt()),
+        ("write_averages", OutOfMemoryError("out of memory")),
+        ("write_weights", KeyboardInterrupt()),
+    ],
 )
 def test_what_fails_after_the_first_write_of_a_load_tears(
     where: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,7 +140,6 @@ def test_what_fails_after_the_first_write_of_a_load_tears(
         with pytest.raises(raised):
             optimizer.load(tmp_path / "a")
     check_torn(run, prepared, tmp_path / "a", expected)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("change", [set_param, set_state, take_over])
@@ -187,7 +155,6 @@ def test_what_fails_in_the_middle_of_a_change_tears(
         with pytest.raises(penstock.EngineError, match="failed in the middle"):
             change(model, optimizer)
     check_torn(RUN, prepared, tmp_path / "a", expected)
-    optimizer.close()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +171,6 @@ def test_a_state_that_cannot_be_written_is_refused_before_anything_changed(state
     with pytest.raises(penstock.ConfigError, match="sparse"):
         optimizer.set_full_param(model.first.bias, torch.ones(model.first.bias.shape).to_sparse())
     assert different(values(model, optimizer), before) == []
-    optimizer.close()
 
 
 # Buffers
@@ -246,8 +212,6 @@ def test_buffers_of_every_kind_come_back(tmp_path: Path) -> None:
     other.load(tmp_path / "a")
     assert different(persistent(there), persistent(model)) == []
     assert all(buffer is kept[name] for name, buffer in there.named_buffers())
-    optimizer.close()
-    other.close()
 
 
 def test_a_buffer_that_a_value_does_not_fit_is_named_before_anything_changed(tmp_path: Path) -> None:
@@ -264,7 +228,6 @@ def test_a_buffer_that_a_value_does_not_fit_is_named_before_anything_changed(tmp
             other.load(tmp_path / name)
     assert different(persistent(there), before[0]) == []
     assert torch.equal(other.full_param(there.first.weight), before[1])
-    other.close()
 
 
 class Growing(nn.Module):
@@ -286,7 +249,7 @@ def growing(rows: int, *, view: bool = False) -> tuple[Growing, penstock.Optimiz
     return model, penstock.prepare(model, torch.optim.AdamW(model.parameters()))
 
 
-@pytest.mark.parametrize(("rows", "now"), [(2, 5), (5, 2), (0, 3), (3, 0)])
+@pytest.mark.parametrize(("rows", "now"), [(2, 5), (3, 0)])
 def test_a_buffer_that_has_grown_is_loaded(
     rows: int, now: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,8 +268,6 @@ def test_a_buffer_that_has_grown_is_loaded(
     held.add_(1)  # memory of its own
     other.load(tmp_path / "a")
     assert torch.equal(held, model.memory)
-    optimizer.close()
-    other.close()
 
 
 def test_buffers_of_every_kind_take_another_shape(tmp_path: Path) -> None:
@@ -322,8 +283,6 @@ def test_buffers_of_every_kind_take_another_shape(tmp_path: Path) -> None:
     assert different(persistent(there), persistent(model)) == []
     assert all(buffer is kept[name] for name, buffer in there.named_buffers())
     assert there.learned.requires_grad
-    optimizer.close()
-    other.close()
 
 
 def test_a_buffer_that_cannot_take_another_shape_is_named_before_anything_changed(tmp_path: Path) -> None:
@@ -343,8 +302,6 @@ def test_a_buffer_that_cannot_take_another_shape_is_named_before_anything_change
             loads.load(tmp_path / name)
         assert torch.equal(of.memory, before[0])
         assert torch.equal(loads.full_param(of.first.weight), before[1])
-    for each in (optimizer, other, third):
-        each.close()
 
 
 def grown_on_two_ranks(rank: int, parent: Path) -> None:
@@ -381,18 +338,15 @@ def two_checkpoints(parent: Path) -> tuple[Prepared, Values]:
     return prepared, old
 
 
-@pytest.mark.parametrize("verify", [None, True])
-def test_a_damaged_tile_changes_nothing_once_a_step_was_made(verify: bool | None, tmp_path: Path) -> None:
+def test_a_damaged_tile_changes_nothing_once_a_step_was_made(tmp_path: Path) -> None:
     (model, optimizer, _), _ = two_checkpoints(tmp_path)
     before = values(model, optimizer)
     with pytest.raises(penstock.CheckpointError, match="is damaged"):
-        optimizer.load(tmp_path / "new", verify=verify)
+        optimizer.load(tmp_path / "new")
     assert different(values(model, optimizer), before) == []
-    optimizer.close()
 
 
-@pytest.mark.parametrize("verify", [None, True, False])
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(("verify", "trained"), [(None, True), (True, False), (False, True), (False, False)])
 def test_the_newest_that_verifies_is_taken(
     verify: bool | None, trained: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -406,7 +360,6 @@ def test_the_newest_that_verifies_is_taken(
     assert "is damaged" in caplog.text
     assert different(values(model, optimizer), old) == []
     iterate(RUN, model, optimizer, scheduler, 1, 0, 1)
-    optimizer.close()
 
 
 def test_without_verifying_a_damaged_tile_tears(tmp_path: Path) -> None:
@@ -417,7 +370,6 @@ def test_without_verifying_a_damaged_tile_tears(tmp_path: Path) -> None:
         model(torch.ones(4, 12))
     optimizer.load(tmp_path / "old")
     assert different(values(model, optimizer), old) == []
-    optimizer.close()
 
 
 def test_a_save_that_is_under_way_is_the_newest(tmp_path: Path) -> None:
@@ -426,7 +378,6 @@ def test_a_save_that_is_under_way_is_the_newest(tmp_path: Path) -> None:
     iterate(RUN, model, optimizer, scheduler, 1, 0, 1)
     optimizer.save(tmp_path / "two", extra={"name": "two"}, blocking=False)
     assert optimizer.load(tmp_path) == {"name": "two"}
-    optimizer.close()
 
 
 # After an error
@@ -466,7 +417,6 @@ def test_close_in_a_finally_hides_no_error(keep_params: bool, monkeypatch: pytes
         monkeypatch.setattr(optimizer._engine.access, "finish", finish)
         said = said_by_close(optimizer, raised, keep_params)
         assert (said is update) == (is_new or keep_params)
-        optimizer.close()
 
 
 # Two ranks

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,10 +16,12 @@ from penstock.engine.step import step
 from penstock.errors import EngineError
 from penstock.rules.formats import Ranges
 from penstock.runtime.streams import Streams
-from tests.lib.engines import prepare_on
-from tests.lib.memory import disks
+from tests.lib.engines import ON_NVME
+from tests.lib.engines import loss_of as loss_of_batch
+from tests.lib.engines import prepared as measured
+from tests.lib.models import stack
 from tests.lib.streams import inline, separate, simulated
-from tests.parity.rows import CORE, Arithmetic, Movement, batches, changed, loss_of, prepared, train
+from tests.parity.rows import CORE, Arithmetic, Movement, batches, loss_of, prepared, train
 
 WIDTH = 16
 EVERY = [inline, separate, simulated]
@@ -44,19 +46,18 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def small(streams: Streams, **rest: Any) -> tuple[nn.Sequential, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, prepare_on(streams, model, stock, **{"precision": "fp32", **rest})
+def small(streams: Any = separate, **how: Any) -> tuple[nn.Sequential, penstock.Optimizer]:
+    return measured(stack, streams, **how)
 
 
-def loss(model: nn.Module) -> torch.Tensor:
-    return model(torch.ones(2, WIDTH)).square().mean()
-
-
-@pytest.mark.parametrize("streams", EVERY)
-@pytest.mark.parametrize("what", [*CORE[::3], Arithmetic(precision="bf16", accumulation=4, no_sync=True)], ids=changed)
+@pytest.mark.parametrize(
+    ("what", "streams"),
+    [
+        *((what, EVERY[number % 3]) for number, what in enumerate(CORE[::3])),
+        (Arithmetic(precision="bf16", accumulation=4, no_sync=True), simulated),
+    ],
+    ids=str,
+)
 def test_norms_taken_late_have_the_same_bits(
     what: Arithmetic, streams: Callable[[], Streams], request: pytest.FixtureRequest
 ) -> None:
@@ -72,103 +73,76 @@ def test_a_gradient_is_one_operation_in_backward(late: list[int], monkeypatch: p
     monkeypatch.setattr(
         "penstock.engine.gradients.reduce.deposit_part", lambda *_, **__: pytest.fail("measured in backward")
     )
-    model, optimizer = small(separate())
-    optimizer.backward(loss(model))
+    model, optimizer = small()
+    optimizer.backward(loss_of_batch(model))
     assert late == []
     assert optimizer.step().grad_norm > 0
     assert late == [6]
-    optimizer.close()
-
-
-def test_micro_batches_are_measured_once(late: list[int]) -> None:
-    model, optimizer = small(separate())
-    for number in range(4):
-        with optimizer.no_sync() if number % 2 else nullcontext():
-            optimizer.backward(loss(model))
-    optimizer.step()
-    assert late == [6]
-    optimizer.close()
 
 
 def test_a_parameter_that_gets_two_gradients_in_a_backward_is_measured_as_their_sum(late: list[int]) -> None:
-    model, optimizer = small(separate())
-    optimizer.backward(loss(model) + loss(model))
+    model, optimizer = small()
+    optimizer.backward(loss_of_batch(model) + loss_of_batch(model))
     twice = optimizer.step().grad_norm
     optimizer.close()
-    model, optimizer = small(separate())
-    optimizer.backward(loss(model))
+    model, optimizer = small()
+    optimizer.backward(loss_of_batch(model))
     assert twice == pytest.approx(2 * optimizer.step().grad_norm, rel=1e-6)
-    optimizer.close()
 
 
 def test_what_was_set_by_hand_is_not_measured_again(late: list[int]) -> None:
-    model, optimizer = small(separate())
-    optimizer.backward(loss(model))
+    model, optimizer = small()
+    optimizer.backward(loss_of_batch(model))
     for p in model.parameters():
         optimizer.set_full_grad(p, torch.zeros_like(optimizer.full_grad(p)))
     weight = model[0].weight
     optimizer.set_full_grad(weight, torch.full((WIDTH, WIDTH), 0.5))
     assert optimizer.step().grad_norm == 0.5 * WIDTH
     assert late == []
-    optimizer.close()
 
 
 def test_a_gradient_that_moves_is_measured_before(late: list[int]) -> None:
-    model, optimizer = small(separate())
-    optimizer.backward(loss(model))
+    model, optimizer = small()
+    optimizer.backward(loss_of_batch(model))
     optimizer.offload_states()
     assert late == [6]
     optimizer.reload_states()
     moved = optimizer.step().grad_norm
     assert late == [6]
     optimizer.close()
-    model, optimizer = small(separate())
-    optimizer.backward(loss(model))
+    model, optimizer = small()
+    optimizer.backward(loss_of_batch(model))
     assert optimizer.step().grad_norm == moved
-    optimizer.close()
 
 
 def test_zero_grad_forgets_what_was_not_measured(late: list[int]) -> None:
-    model, optimizer = small(separate())
-    optimizer.backward(loss(model))
+    model, optimizer = small()
+    optimizer.backward(loss_of_batch(model))
     optimizer.zero_grad()
     assert optimizer.step().grad_norm == 0
     assert late == []
-    optimizer.close()
-
-
-def test_a_parameter_without_gradient_is_not_measured(late: list[int]) -> None:
-    model, optimizer = small(separate())
-    model[1].requires_grad_(False)
-    optimizer.backward(loss(model))
-    optimizer.step()
-    assert late == [4]
-    optimizer.close()
 
 
 def test_gradients_of_a_backward_that_failed_are_measured_with_the_rest(late: list[int]) -> None:
-    model, optimizer = small(separate())
+    model, optimizer = small()
     handle = model[1].weight.register_hook(lambda grad: pytest.fail("no gradient"))
     with pytest.raises(pytest.fail.Exception):
-        optimizer.backward(loss(model))
+        optimizer.backward(loss_of_batch(model))
     handle.remove()
     optimizer.zero_grad()
-    optimizer.backward(loss(model))
+    optimizer.backward(loss_of_batch(model))
     norm = optimizer.step().grad_norm
     assert late == [6]
     optimizer.close()
-    model, optimizer = small(separate())
-    optimizer.backward(loss(model))
+    model, optimizer = small()
+    optimizer.backward(loss_of_batch(model))
     assert optimizer.step().grad_norm == norm
-    optimizer.close()
 
 
-@pytest.mark.parametrize("streams", EVERY)
-def test_a_gradient_that_is_not_finite_skips_the_step(late: list[int], streams: Callable[[], Streams]) -> None:
-    model, optimizer = small(streams())
-    optimizer.backward(loss(model) * math.inf)
+def test_a_gradient_that_is_not_finite_skips_the_step(late: list[int]) -> None:
+    model, optimizer = small(simulated)
+    optimizer.backward(loss_of_batch(model) * math.inf)
     assert optimizer.step().skipped
-    optimizer.close()
 
 
 @pytest.mark.parametrize("streams", EVERY)
@@ -210,8 +184,7 @@ def read_again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def in_files(**rest: Any) -> tuple[nn.Sequential, penstock.Optimizer]:
-    placement = penstock.Placement(params="nvme", grads="nvme", optimizer="nvme", nvme_path=disks())
-    return small(inline(), placement=placement, **rest)
+    return small(inline, **ON_NVME, **rest)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -219,10 +192,9 @@ def test_a_gradient_that_goes_to_a_file_is_measured_by_the_pass_that_collects_it
     precision: str, read_again: list[int]
 ) -> None:
     found = []
-    for model, optimizer in (in_files(precision=precision), small(inline(), precision=precision)):
-        optimizer.backward(loss(model.to(torch.float32 if precision == "fp32" else torch.bfloat16)))
+    for model, optimizer in (in_files(precision=precision), small(inline, precision=precision)):
+        optimizer.backward(loss_of_batch(model))
         found.append(optimizer.step().grad_norm)
-        optimizer.close()
     assert found[0] == found[1]
     assert read_again == []
 
@@ -234,15 +206,13 @@ def test_a_unit_of_which_not_all_has_a_gradient_is_measured_as_a_whole(read_agai
     assert not unused.any()
     assert optimizer.step().grad_norm > 0
     assert len(read_again) == 1
-    optimizer.close()
 
 
 def test_gradients_that_are_summed_in_more_bits_than_they_come_in_are_measured_at_home(read_again: list[int]) -> None:
     found = []
-    for make in (in_files, lambda **rest: small(inline(), **rest)):
+    for make in (in_files, lambda **rest: small(inline, **rest)):
         model, optimizer = make(precision="bf16", grad_accumulation_dtype=torch.float32)
-        optimizer.backward(loss(model.to(torch.bfloat16)))
+        optimizer.backward(loss_of_batch(model))
         found.append(optimizer.step().grad_norm)
-        optimizer.close()
     assert found[0] == found[1]
     assert read_again

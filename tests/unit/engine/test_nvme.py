@@ -1,7 +1,5 @@
 """The nvme tier as numbers: bytes read and written per step, bytes in files and in host memory, and nothing left."""
 
-import os
-import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,32 +19,25 @@ from penstock.runtime.streams import Streams
 from penstock.tiers.nvme import FileAllocation
 from penstock.tiers.staging import MOST_FILE_SLOTS, RING_BYTES
 from tests.accounts import swap_files
-from tests.lib.engines import prepare_on
+from tests.lib.engines import ON_NVME, loss_of, prepared, train
 from tests.lib.memory import shorten_rings
+from tests.lib.models import stack
 from tests.lib.streams import inline, separate, simulated
 
-WIDTH, BLOCKS = 96, 3
+WIDTH, LAYERS = 96, 3
 TILE_BYTES = 4096
 MASTER, MOMENTS, PARAM, GRAD = 2, 4 + 4, 2, 2  # bytes per parameter in bf16
 BACK_ENDS = [inline, separate, simulated]
 
 
-def stack(width: int = WIDTH, blocks: int = BLOCKS) -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)))
-
-
-def prepared(
-    model: nn.Module, streams: Streams, disks: Path | list[Path], tile_bytes: int = TILE_BYTES, **tiers: str
-) -> penstock.Optimizer:
-    placement = penstock.Placement(**tiers, nvme_path=disks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = penstock.Options(tile_bytes=tile_bytes)
-    return prepare_on(streams, model, optimizer, placement=placement, options=options)
+def on_disk(
+    streams: Any, disks: Path | list[Path], width: int = WIDTH, layers: int = LAYERS, **how: Any
+) -> tuple[nn.Sequential, penstock.Optimizer]:
+    return prepared(lambda: stack(layers=layers, width=width), streams, precision="bf16", nvme_path=disks, **how)
 
 
 def backward(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    width = next(model.parameters()).shape[-1]
-    optimizer.backward(model(torch.ones(1, width)).float().square().sum())
+    optimizer.backward(loss_of(model))
 
 
 def shards(model: nn.Module) -> list[int]:
@@ -100,14 +91,12 @@ def held(bytes_per_parameter: int) -> int:
 def test_an_optimizer_in_files_moves_ten_bytes_a_parameter_each_way(
     streams: Callable[[], Streams], tmp_path: Path
 ) -> None:
-    model = stack()
-    optimizer = prepared(model, streams(), tmp_path, optimizer="nvme")
+    model, optimizer = on_disk(streams, tmp_path, optimizer="nvme")
     nbytes = masters_and_moments(model)
     assert nbytes < 1.1 * (MASTER + MOMENTS) * sum(shards(model)), "padding"
     for read in (in_records(model, MASTER), nbytes, nbytes):  # the first moments are zeros, which nothing is read for
         assert moved(optimizer, lambda: backward(model, optimizer)) == (0, 0)
         assert moved(optimizer, optimizer.step) == (read, nbytes)
-    optimizer.close()
 
 
 @pytest.mark.usefixtures("short_rings")
@@ -115,8 +104,7 @@ def test_an_optimizer_in_files_moves_ten_bytes_a_parameter_each_way(
 def test_parameters_in_files_move_two_bytes_a_gather_and_two_each_way_in_the_update(
     streams: Callable[[], Streams], tmp_path: Path
 ) -> None:
-    model = stack()
-    optimizer = prepared(model, streams(), tmp_path, params="nvme")
+    model, optimizer = on_disk(streams, tmp_path, params="nvme")
     nbytes = in_records(model, PARAM)
     for _ in range(2):
         for work, gathers in ((lambda: model(torch.ones(1, WIDTH)), 1), (lambda: backward(model, optimizer), 2)):
@@ -126,14 +114,12 @@ def test_parameters_in_files_move_two_bytes_a_gather_and_two_each_way_in_the_upd
         read, written = moved(optimizer, optimizer.step)
         assert nbytes - 2 * held(PARAM) <= read <= nbytes
         assert written == nbytes
-    optimizer.close()
 
 
 @pytest.mark.usefixtures("short_rings")
 @pytest.mark.parametrize("streams", BACK_ENDS)
 def test_gradients_in_files_move_two_bytes_each_way(streams: Callable[[], Streams], tmp_path: Path) -> None:
-    model = stack()
-    optimizer = prepared(model, streams(), tmp_path, grads="nvme")
+    model, optimizer = on_disk(streams, tmp_path, grads="nvme")
     nbytes = in_records(model, GRAD)
     assert moved(optimizer, lambda: backward(model, optimizer)) == (0, nbytes)
     read, written = moved(optimizer, lambda: backward(model, optimizer))
@@ -142,40 +128,32 @@ def test_gradients_in_files_move_two_bytes_each_way(streams: Callable[[], Stream
     read, written = moved(optimizer, optimizer.step)
     assert nbytes - held(GRAD) <= read <= nbytes
     assert written == 0
-    optimizer.close()
 
 
 @pytest.mark.parametrize("streams", BACK_ENDS)
 def test_what_the_rings_still_hold_is_written_and_not_read(streams: Callable[[], Streams], tmp_path: Path) -> None:
-    model = stack()
-    optimizer = prepared(model, streams(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
+    model, optimizer = on_disk(streams, tmp_path, **ON_NVME)
     nbytes = [in_records(model, each) for each in (PARAM, GRAD, MASTER, MOMENTS)]
 
     def step() -> None:
-        backward(model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer)
 
     first = moved(optimizer, step)
     assert first == (nbytes[0] + nbytes[2], sum(nbytes)), "the first gather, and the masters"
     for _ in range(2):
         assert moved(optimizer, step) == (0, sum(nbytes))
-    optimizer.close()
 
 
 @pytest.mark.parametrize("tiers", [("optimizer",), ("params", "grads", "optimizer")])
 def test_a_record_counts_what_is_written(tiers: tuple[str, ...], tmp_path: Path) -> None:
     """In the lines of its steps, what the files count; and the files of checkpoints."""
-    model = stack()
-    optimizer = prepared(model, separate(), tmp_path, **dict.fromkeys(tiers, "nvme"))
+    model, optimizer = on_disk(separate, tmp_path, **dict.fromkeys(tiers, "nvme"))
     optimizer.synchronize()
     nbytes = sum(in_records(model, each) for each in (MASTER, MOMENTS, *[PARAM, GRAD][: len(tiers) - 1]))
     before = sum(file._native.bytes_written for file in files_of(optimizer) if file._native is not None)
     with optimizer.record(tmp_path / "record") as recorder:
         for number in range(3):
-            backward(model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer)
             optimizer.save(tmp_path / f"checkpoint-{number}", blocking=number != 1)
         optimizer.synchronize()
         recorder.log(loss=0.0)
@@ -187,21 +165,18 @@ def test_a_record_counts_what_is_written(tiers: tuple[str, ...], tmp_path: Path)
     assert 3 * nbytes == after - before == run.writes()["nvme"].nbytes
     assert run.writes()["checkpoints"].nbytes == saved
     assert run.writes()["nvme"].in_a_step == nbytes
-    optimizer.close()
 
 
 def test_what_is_not_updated_is_not_moved(tmp_path: Path) -> None:
-    model = stack()
-    optimizer = prepared(model, inline(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
+    model, optimizer = on_disk(inline, tmp_path, **ON_NVME)
     optimizer.backward(model[0](torch.ones(1, WIDTH)).float().sum())
     master, moments, param = (in_records(model[:1], nbytes) for nbytes in (MASTER, MOMENTS, PARAM))
     read, written = moved(optimizer, optimizer.step)
     assert (read, written) == (master, master + moments + param), "of one unit; its parameters are there"
     optimizer.zero_grad()
     backward(model, optimizer)
-    optimizer.set_full_grad(model[0][0].bias, torch.full((WIDTH,), float("inf")))
+    optimizer.set_full_grad(model[0].bias, torch.full((WIDTH,), float("inf")))
     assert moved(optimizer, optimizer.step) == (0, 0), "a skipped step"
-    optimizer.close()
 
 
 def files_of(optimizer: penstock.Optimizer) -> list[File]:
@@ -220,21 +195,15 @@ def of_the_kernel() -> tuple[int, int]:
 
 
 def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
-    model = stack(width=256)  # more than the rings hold
-    optimizer = prepared(model, inline(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
+    model, optimizer = on_disk(inline, tmp_path, width=256, **ON_NVME)  # more than the rings hold
     if not Path("/proc/self/io").exists() or not all(f.direct for f in files_of(optimizer)):
         optimizer.close()
         pytest.skip("no direct I/O in the folder of temporary files, or a kernel that counts no bytes")
 
-    def step() -> None:
-        backward(model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-
     found = []
     for _ in range(4):
         before = of_the_kernel()
-        ours = moved(optimizer, step)
+        ours = moved(optimizer, lambda: train(model, optimizer))
         kernels = [after - then for after, then in zip(of_the_kernel(), before, strict=True)]
         assert min(ours) > 0
         found.append([count - our for count, our in zip(kernels, ours, strict=True)])
@@ -243,78 +212,32 @@ def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
     assert (min(reads), min(writes)) == (0, 0)
 
 
-@pytest.mark.parametrize("disks", [1, 3])
-@pytest.mark.parametrize("streams", BACK_ENDS)
-def test_the_files_hold_what_the_report_says_and_the_padding_of_records(
-    streams: Callable[[], Streams], disks: int, tmp_path: Path
-) -> None:
-    parents = [tmp_path / str(number) for number in range(disks)]
+def test_the_files_hold_what_the_report_says_and_the_padding_of_records(tmp_path: Path) -> None:
+    parents = [tmp_path / str(number) for number in range(3)]
     for parent in parents:
         parent.mkdir()
-    model = stack()
-    optimizer = prepared(model, streams(), parents, params="nvme", grads="nvme", optimizer="nvme")
+    model, optimizer = on_disk(separate, parents, **ON_NVME)
     assert optimizer.locations().bytes(tier="nvme") == (MASTER + MOMENTS + PARAM + GRAD) * sum(shards(model))
     of_disks = [[f.stat() for f in swap_files(parent)] for parent in parents]
     sizes = [sum(f.st_size for f in files) for files in of_disks]
     assert sum(sizes) == sum(in_records(model, nbytes) for nbytes in (MASTER, MOMENTS, PARAM, GRAD))
-    assert max(sizes) - min(sizes) <= in_records(model, MASTER + MOMENTS) / BLOCKS, "disks are filled alike"
+    assert max(sizes) - min(sizes) <= in_records(model, MASTER + MOMENTS) / LAYERS, "disks are filled alike"
     allocated = sum(f.st_blocks * 512 for files in of_disks for f in files)
     assert allocated >= sum(sizes), "no space is left to be found missing later"
-    optimizer.close()
 
 
-@pytest.mark.parametrize("streams", BACK_ENDS)
+@pytest.mark.parametrize("streams", [inline, separate])
 def test_host_memory_does_not_grow_with_the_model(streams: Callable[[], Streams], tmp_path: Path) -> None:
     """A slot of the update holds a tile of everything, a slot of gathers and gradients one of a parameter."""
     in_slot = TILE_BYTES * (MASTER + MOMENTS + PARAM + GRAD) // PARAM
-    for width, blocks in ((96, 2), (96, 8), (768, 2)):
-        model = stack(width, blocks)
-        optimizer = prepared(model, streams(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
+    for width, layers in ((96, 2), (96, 8), (256, 2)):
+        _, optimizer = on_disk(streams, tmp_path, width, layers, **ON_NVME)
         report = optimizer.locations()
         assert report.bytes(tier="cpu") == report.bytes(kind="staging") == MOST_FILE_SLOTS * (in_slot + TILE_BYTES)
         assert report.bytes(tier="device") == 0
         optimizer.close()
-    for tile_bytes in (1 << 20, 4 << 20):
-        a_tile = tile_bytes * (MASTER + MOMENTS + PARAM + GRAD) // PARAM
-        model = stack(1536, 1)  # of 4.5 MiB: larger than a tile
-        optimizer = prepared(model, streams(), tmp_path, tile_bytes, params="nvme", grads="nvme", optimizer="nvme")
-        assert optimizer.locations().bytes(tier="cpu") + a_tile > RING_BYTES
-        assert optimizer.locations().bytes(tier="cpu") <= RING_BYTES + MOST_FILE_SLOTS * tile_bytes
-        optimizer.close()
-
-
-def open_files() -> set[str]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        path = Path("/proc/self/fd", name)
-        if path.is_symlink():
-            found.add(f"{name} {os.readlink(path)}")
-    return found
-
-
-def native_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-@pytest.mark.parametrize("keep_params", [True, False])
-@pytest.mark.parametrize("streams", BACK_ENDS)
-def test_close_leaves_no_file_thread_or_descriptor(
-    streams: Callable[[], Streams], keep_params: bool, tmp_path: Path
-) -> None:
-    warm = stack()
-    backward(warm, first := prepared(warm, streams(), tmp_path, optimizer="nvme"))
-    first.close()
-    files, threads, native = open_files(), set(threading.enumerate()), native_threads()
-    model = stack()
-    optimizer = prepared(model, streams(), [tmp_path] * 2, params="nvme", grads="nvme", optimizer="nvme")
-    assert swap_files(tmp_path)
-    assert open_files() > files
-    for _ in range(2):
-        backward(model, optimizer)
-        optimizer.step()  # close comes in the middle of it
-    expected = [optimizer.full_param(p) for p in model.parameters()] if keep_params else []
-    optimizer.close(keep_params=keep_params)
-    assert list(tmp_path.iterdir()) == []
-    assert (open_files(), set(threading.enumerate()), native_threads()) == (files, threads, native)
-    for parameter, value in zip(model.parameters(), expected, strict=keep_params):
-        assert torch.equal(parameter, value)
+    tile_bytes = 1 << 20
+    a_tile = tile_bytes * (MASTER + MOMENTS + PARAM + GRAD) // PARAM
+    _, optimizer = on_disk(streams, tmp_path, 1536, 1, tile_bytes=tile_bytes, **ON_NVME)  # 4.5 MiB: more than a tile
+    assert optimizer.locations().bytes(tier="cpu") + a_tile > RING_BYTES
+    assert optimizer.locations().bytes(tier="cpu") <= RING_BYTES + MOST_FILE_SLOTS * tile_bytes

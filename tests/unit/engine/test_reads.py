@@ -6,8 +6,6 @@ import pickle
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,30 +13,28 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.lib.engines import prepare_on
+from penstock.runtime.streams import Streams
+from tests.lib.engines import prepared, sgd
+from tests.lib.models import stack
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, is_released, released
 
 WIDTH = 4
-PLACEMENTS = {"cpu": (released, penstock.Placement(params="cpu")), "nvme": (inline, penstock.Placement(params="nvme"))}
+PLACES: dict[str, tuple[Callable[[], Streams], dict[str, str]]] = {
+    "cpu": (released, {"params": "cpu"}),
+    "nvme": (inline, {"params": "nvme"}),
+}
 Prepare = Callable[[nn.Module], penstock.Optimizer]
 
 
-def stack() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+@pytest.fixture(params=PLACES)
+def prepare(request: pytest.FixtureRequest) -> Prepare:
+    streams, where = PLACES[request.param]
+    return lambda model: prepared(model, streams, stock=sgd, units=(nn.Linear,), **where)[1]
 
 
-@pytest.fixture(params=PLACEMENTS)
-def prepare(request: pytest.FixtureRequest, tmp_path: Path) -> Prepare:
-    streams, placement = PLACEMENTS[request.param]
-
-    def prepare(model: nn.Module) -> penstock.Optimizer:
-        stock = torch.optim.SGD(model.parameters(), lr=0.1)
-        where = replace(placement, nvme_path=tmp_path)
-        return prepare_on(streams(), model, stock, units=(nn.Linear,), precision="fp32", placement=where)
-
-    return prepare
+def net() -> nn.Sequential:
+    return stack(width=WIDTH)
 
 
 @torch.no_grad()
@@ -53,49 +49,32 @@ def set_data(p: Tensor) -> None:
 #: What needs values. All of it read NaN, or gave an error of torch's about memory.
 REFUSED: dict[str, Callable[[Tensor], object]] = {
     "lerp_ of an average": lambda p: torch.zeros(WIDTH, WIDTH).lerp_(p, 0.5),
-    "lerp_ of .data": lambda p: torch.zeros(WIDTH, WIDTH).lerp_(p.data, 0.5),
     "foreach": lambda p: torch._foreach_sub([torch.zeros(WIDTH, WIDTH)], [p]),
     "detach": lambda p: p.detach(),
     "clone": lambda p: p.clone(),
-    "data.clone": lambda p: p.data.clone(),
-    "data of data": lambda p: p.data.data.sum(),
     "copy_ from it": lambda p: torch.zeros(WIDTH, WIDTH).copy_(p),
-    "L2 term": lambda p: p.pow(2).sum(),
-    "norm": lambda p: torch.linalg.vector_norm(p),
     "parameters_to_vector": lambda p: torch.nn.utils.parameters_to_vector([p]),
     "vector_to_parameters": lambda p: torch.nn.utils.vector_to_parameters(torch.zeros(WIDTH * WIDTH), [p]),
     "item": lambda p: p[0, 0],
-    "iteration": list,
     "T": lambda p: p.T,
     "equal": lambda p: torch.equal(p, p),
-    "allclose": lambda p: torch.allclose(torch.zeros(WIDTH, WIDTH), p),
     "==": lambda p: p == 1,
     "bool": lambda p: bool(p),
-    "numpy": lambda p: p.numpy(),
-    "tolist": lambda p: p.tolist(),
-    "isnan": lambda p: p.isnan(),
     "linear": lambda p: nn.functional.linear(torch.ones(1, WIDTH), p),
-    "cat": lambda p: torch.cat([p, p]),
-    "stack by keyword": lambda p: torch.stack(tensors=[p, p]),
     "out=": lambda p: torch.add(p.data, 1, out=p.data),
     "to": lambda p: p.to(torch.float64),
-    "half": lambda p: p.half(),
     "data_ptr": lambda p: p.data_ptr(),
     "untyped_storage": lambda p: p.untyped_storage(),
     "nn.Parameter of it": lambda p: nn.Parameter(p.data),
     "as_tensor": lambda p: torch.as_tensor(p) + 1,
     "deepcopy": copy.deepcopy,
-    "deepcopy of .data": lambda p: copy.deepcopy(p.data),
     "copy.copy": copy.copy,
     "pickle": pickle.dumps,
-    "pickle of .data": lambda p: pickle.dumps(p.data),
     "copy_": lambda p: written(p, lambda p: p.copy_(torch.zeros(WIDTH, WIDTH))),
-    "data.copy_": lambda p: p.data.copy_(torch.zeros(WIDTH, WIDTH)),
     "data.zero_": lambda p: p.data.zero_(),
     "data[:] =": lambda p: operator.setitem(p.data, slice(None), 0.0),
     "data =": set_data,
     "init": nn.init.zeros_,
-    "init.xavier": nn.init.xavier_uniform_,
     "requires no gradient": lambda p: written(p, lambda p: p.requires_grad_(False).add_(1)),
 }
 
@@ -133,7 +112,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_a_use_of_a_released_parameter_is_refused_by_name(prepare: Prepare) -> None:
-    model = stack()
+    model = net()
     optimizer = prepare(model)
     text = r"parameter '0.weight' \(4, 4\).*which is released"
     wrong = {}
@@ -149,16 +128,14 @@ def test_a_use_of_a_released_parameter_is_refused_by_name(prepare: Prepare) -> N
     model[0].weight.requires_grad_(True)
     optimizer.backward(model(torch.ones(1, WIDTH)).sum())  # nothing of it was done by halves
     assert not optimizer.step().skipped
-    optimizer.close()
 
 
 def test_what_needs_no_values_is_answered(prepare: Prepare) -> None:
-    model = stack()
+    model = net()
     plain = copy.deepcopy(model)
-    optimizer = prepare(model)
+    prepare(model)
     for name, use in ANSWERED.items():
         assert same(use(model[1].weight), use(plain[1].weight)), name
-    optimizer.close()
 
 
 class ReadsList(nn.Module):
@@ -166,7 +143,7 @@ class ReadsList(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = stack()
+        self.layers = net()
         self.others = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
         self.held = [layer.weight for layer in self.others]
 
@@ -198,12 +175,11 @@ def test_a_parameter_that_a_forward_has_in_a_list_is_gathered(prepare: Prepare, 
         expected = torch.zeros_like(other) if other.grad is None else other.grad
         assert torch.equal(optimizer.full_grad(parameter), expected)
     assert is_released(model.others[0].weight)
-    optimizer.close()
 
 
 def test_a_thread_beside_a_forward_does_not_gather(prepare: Prepare) -> None:
-    model = stack()
-    optimizer = prepare(model)
+    model = net()
+    prepare(model)
     said: list[str] = []
 
     def read(*_: Any) -> None:
@@ -221,7 +197,6 @@ def test_a_thread_beside_a_forward_does_not_gather(prepare: Prepare) -> None:
     model(torch.ones(1, WIDTH))
     assert len(said) == 1
     assert "is released" in said[0]
-    optimizer.close()
 
 
 class Own(nn.Parameter):
@@ -231,7 +206,7 @@ class Own(nn.Parameter):
 
 
 def test_a_parameter_has_its_own_class_wherever_it_is_there(prepare: Prepare) -> None:
-    model = stack()
+    model = net()
     model[1].weight = Own(model[1].weight.detach())
     kinds = [type(p) for p in model.parameters()]
     seen: list[list[type]] = []
@@ -259,14 +234,13 @@ def test_a_parameter_has_its_own_class_wherever_it_is_there(prepare: Prepare) ->
 
 
 def test_gradients_by_autograd_grad_are_of_released_parameters(prepare: Prepare) -> None:
-    model = stack()
+    model = net()
     plain = copy.deepcopy(model)
-    optimizer = prepare(model)
+    prepare(model)
     x = torch.ones(1, WIDTH)
     found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     for one, other in zip(found, torch.autograd.grad(plain(x).sum(), list(plain.parameters())), strict=True):
         assert torch.equal(one, other)
-    optimizer.close()
 
 
 def _divided(rank: int) -> None:

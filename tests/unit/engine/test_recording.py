@@ -1,9 +1,9 @@
 """optimizer.record: what its lines say, what it costs a run (nothing in its numbers), and how it ends."""
 
-import gc
 import json
 import math
-import weakref
+import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,34 +17,25 @@ from penstock import files
 from penstock.errors import ConfigError, EngineError
 from penstock.ext.observe.observer import Observer
 from penstock.ext.observe.record import STEPS_BEFORE, STEPS_TRACED
-from penstock.runtime.simulated import SimulatedStreams
-from penstock.runtime.streams import UPDATE, Streams
-from tests.lib.engines import prepare_on
-from tests.lib.memory import disks
+from penstock.runtime.streams import UPDATE
+from tests.lib.accelerator import FakeTime
+from tests.lib.engines import ON_CPU, assert_same_state, loss_of, prepared, state, train
+from tests.lib.models import WIDTH, stack
 from tests.lib.ranks import run_ranks
-from tests.lib.streams import inline, separate, simulated
-
-WIDTH = 16
-ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+from tests.lib.refusals import Refusal, refused, rows
+from tests.lib.streams import LastingStreams, inline, separate, simulated
 
 
-def prepared(streams: Streams | None = None, **rest: Any) -> tuple[nn.Module, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    rest = {"placement": ON_CPU, "precision": "fp32", "overlap": "forward", **rest}
-    return model, prepare_on(streams or inline(), model, torch.optim.AdamW(model.parameters(), lr=1e-2), **rest)
+def recorded(streams: Any = inline, **how: Any) -> tuple[nn.Module, penstock.Optimizer]:
+    return prepared(stack, streams, **{"overlap": "forward", **ON_CPU, **how})
 
 
 def one_step(model: nn.Module, optimizer: penstock.Optimizer, number: int = 0) -> Tensor:
-    loss = model(torch.full((4, WIDTH), 1.0 + number)).float().square().mean()
+    loss = loss_of(model, number)
     optimizer.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
     return loss
-
-
-def train(model: nn.Module, optimizer: penstock.Optimizer, steps: int) -> list[float]:
-    return [one_step(model, optimizer, number).item() for number in range(steps)]
 
 
 def written(folder: Path, event: str = "step") -> list[dict[str, Any]]:
@@ -59,7 +50,7 @@ def whole(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("make_streams", [inline, separate, simulated])
 def test_a_line_for_each_step_says_what_it_was(make_streams: Any, tmp_path: Path) -> None:
-    model, optimizer = prepared(make_streams())
+    model, optimizer = recorded(make_streams)
     optimizer.param_groups[0]["lr"] = 0.5
     with optimizer.record(tmp_path, config={"seed": 1, "far": math.inf}):
         results = [one_step(model, optimizer, number) for number in range(5)]
@@ -75,29 +66,23 @@ def test_a_line_for_each_step_says_what_it_was(make_streams: Any, tmp_path: Path
     assert (start["world_size"], start["rank"], start["optimizer"]) == (1, 0, "AdamW")
     assert start["parameter_count"] == 3 * (WIDTH * WIDTH + WIDTH) == start["trained_count"]
     assert written(tmp_path, "end")[0]["steps"] == len(results)
-    optimizer.close()
 
 
 def test_losses_and_weights_are_those_without_a_record(tmp_path: Path) -> None:
-    plain, recorded = prepared(simulated(1)), prepared(simulated(1))
+    plain, ours = recorded(simulated), recorded(simulated)
     losses = train(*plain, 6)
-    with recorded[1].record(tmp_path) as recorder:
-        again = []
+    again = []
+    with ours[1].record(tmp_path) as recorder:
         for number in range(6):
-            loss = one_step(*recorded, number)
+            loss = one_step(*ours, number)
             recorder.log(loss=loss)
             again.append(loss.item())
     assert again == losses
-    for (model, optimizer), (other, ours) in [(plain, recorded)]:
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(optimizer.full_param(p), ours.full_param(q))
-        optimizer.close()
-        ours.close()
+    assert_same_state(state(*ours), state(*plain))
 
 
 def test_bytes_are_those_of_the_report_on_every_tier(tmp_path: Path) -> None:
-    placement = penstock.Placement(params="cpu", optimizer={"nvme": 0.5, "device": 0.5}, nvme_path=disks())
-    model, optimizer = prepared(placement=placement)
+    model, optimizer = recorded(grads="device", optimizer={"nvme": 0.5, "device": 0.5})
     with optimizer.record(tmp_path):
         train(model, optimizer, 3)
         found = optimizer.locations()
@@ -107,11 +92,10 @@ def test_bytes_are_those_of_the_report_on_every_tier(tmp_path: Path) -> None:
     (placed,) = written(tmp_path, "placement")
     assert placed["step"] == 3
     assert sum(row["nbytes"] for row in placed["rows"]) == sum(row.nbytes for row in found.rows)
-    optimizer.close()
 
 
 def test_a_tensor_is_read_a_step_later_and_the_last_at_the_end(tmp_path: Path) -> None:
-    model, optimizer = prepared()
+    model, optimizer = recorded()
     with optimizer.record(tmp_path) as recorder:
         losses = []
         for number in range(3):
@@ -121,33 +105,30 @@ def test_a_tensor_is_read_a_step_later_and_the_last_at_the_end(tmp_path: Path) -
             assert [line["step"] for line in written(tmp_path) if "loss" in line] == list(range(1, number + 1))
             assert [line["tokens"] for line in written(tmp_path) if "tokens" in line] == [7] * (number + 1)
     assert [line["loss"] for line in written(tmp_path) if "loss" in line] == losses
-    optimizer.close()
 
 
 def test_groups_with_different_rates_have_one_each(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[1].parameters(), "lr": 1e-3}]
-    optimizer = prepare_on(inline(), model, torch.optim.AdamW(groups), precision="fp32")
+    model, optimizer = recorded(
+        stock=lambda p: torch.optim.AdamW([{"params": [q], "lr": 1 / (n + 1)} for n, q in enumerate(p)])
+    )
     with optimizer.record(tmp_path):
         one_step(model, optimizer)
-    assert whole(tmp_path)[0]["lr"] == [1e-2, 1e-3]
-    optimizer.close()
+    assert whole(tmp_path)[0]["lr"] == [1 / (n + 1) for n in range(6)]
 
 
 def test_a_skipped_step_is_counted_and_its_norm_is_null(tmp_path: Path) -> None:
-    model, optimizer = prepared()
+    model, optimizer = recorded()
     with optimizer.record(tmp_path):
         optimizer.backward(model(torch.full((4, WIDTH), math.nan)).mean())
         assert optimizer.step().skipped
         optimizer.zero_grad()
         one_step(model, optimizer)
     assert [(line["grad_norm"] is None, line["skipped_count"]) for line in whole(tmp_path)] == [(True, 1), (False, 1)]
-    optimizer.close()
 
 
 @pytest.mark.parametrize("clip", ["ours", "torch", "prepare"])
 def test_the_norm_is_that_before_clipping_whoever_clips(clip: str, tmp_path: Path) -> None:
-    model, optimizer = prepared(max_grad_norm=1e-3 if clip == "prepare" else None)
+    model, optimizer = recorded(max_grad_norm=1e-3 if clip == "prepare" else None)
     with optimizer.record(tmp_path):
         optimizer.backward(model(torch.ones(4, WIDTH)).square().mean())
         norm = math.sqrt(sum(float(optimizer.full_grad(p).square().sum()) for p in model.parameters()))
@@ -158,73 +139,63 @@ def test_the_norm_is_that_before_clipping_whoever_clips(clip: str, tmp_path: Pat
         optimizer.step()
         optimizer.zero_grad()
     assert whole(tmp_path)[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    optimizer.close()
 
 
-def test_waits_are_put_down_to_the_stream_that_is_waited_for(tmp_path: Path) -> None:
+def test_waits_are_put_down_to_the_stream_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward of a step waits for uploads, which follow updates of the step before it, which take their time."""
-    late = SimulatedStreams(lambda stream, nbytes: 0.03 if stream == UPDATE else 0.0)
-    model, optimizer = prepared(late, options=penstock.Options(tile_bytes=4 << 10))
+    clock = FakeTime()
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
+    model, optimizer = recorded(LastingStreams(clock, UPDATE))
     with optimizer.record(tmp_path):
         train(model, optimizer, 5)
     first, *_, last = whole(tmp_path)
     assert "traced" not in first
-    assert last["waits"]["upload"] > 0.5
-    assert last["waited"] == pytest.approx(sum(last["waits"].values()))
-    optimizer.close()
+    assert last["waits"] == {"upload": 1}
+    assert last["waited"] == 1
 
 
-class TestTrace:
-    def test_a_warm_step_is_traced_once(self, tmp_path: Path) -> None:
-        model, optimizer = prepared(simulated())
-        with optimizer.record(tmp_path):
-            train(model, optimizer, STEPS_BEFORE + STEPS_TRACED)
-            events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-            (tmp_path / "trace.json").unlink()
-            train(model, optimizer, 3)
-        assert not (tmp_path / "trace.json").exists()
-        ends = [event for event in events if event.get("cat") == "step"]
-        assert [event["ph"] for event in ends] == ["i", "i"]
-        assert [line["step"] for line in whole(tmp_path) if "traced" in line] == [2, 3]
-        optimizer.close()
+def test_a_warm_step_is_traced_once(tmp_path: Path) -> None:
+    model, optimizer = recorded(simulated)
+    with optimizer.record(tmp_path):
+        train(model, optimizer, STEPS_BEFORE + STEPS_TRACED)
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        (tmp_path / "trace.json").unlink()
+        train(model, optimizer, 3)
+    assert not (tmp_path / "trace.json").exists()
+    ends = [event for event in events if event.get("cat") == "step"]
+    assert [event["ph"] for event in ends] == ["i", "i"]
+    assert [line["step"] for line in whole(tmp_path) if "traced" in line] == [2, 3]
 
-    def test_counters_say_the_bytes_on_each_tier(self, tmp_path: Path) -> None:
-        model, optimizer = prepared(separate())
-        with optimizer.trace(tmp_path / "trace.json"):
-            train(model, optimizer, 2)
-        counters = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "C"]
-        on_cpu = {e["args"]["bytes"] for e in counters if e["name"] == "bytes on cpu"}
-        assert on_cpu == {optimizer.locations().bytes(tier="cpu")}
-        on_device = [e["args"]["bytes"] for e in counters if e["name"] == "bytes on device"]
-        assert max(on_device) > 0  # units come and go there
-        assert min(on_device) == 0
-        optimizer.close()
 
-    def test_a_trace_that_is_asked_for_goes_first(self, tmp_path: Path) -> None:
-        model, optimizer = prepared()
-        with optimizer.record(tmp_path):
-            train(model, optimizer, STEPS_BEFORE)  # its own begins here
-            with optimizer.trace(tmp_path / "mine.json") as report:
-                train(model, optimizer, 2)
-            train(model, optimizer, 2)
-        assert report.summary is not None
-        assert json.loads((tmp_path / "mine.json").read_text())["traceEvents"]
-        assert len(whole(tmp_path)) == STEPS_BEFORE + 4
-        optimizer.close()
+def test_counters_say_the_bytes_on_each_tier(tmp_path: Path) -> None:
+    model, optimizer = recorded(separate)
+    with optimizer.trace(tmp_path / "trace.json"):
+        train(model, optimizer, 2)
+    counters = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "C"]
+    on_cpu = {e["args"]["bytes"] for e in counters if e["name"] == "bytes on cpu"}
+    assert on_cpu == {optimizer.locations().bytes(tier="cpu")}
+    on_device = [e["args"]["bytes"] for e in counters if e["name"] == "bytes on device"]
+    assert max(on_device) > 0  # units come and go there
+    assert min(on_device) == 0
 
-    def test_one_that_is_under_way_is_waited_for(self, tmp_path: Path) -> None:
-        model, optimizer = prepared()
-        with optimizer.record(tmp_path):
-            with optimizer.trace(tmp_path / "mine.json"):
-                train(model, optimizer, STEPS_BEFORE + 2)
-            train(model, optimizer, 1 + STEPS_TRACED)
-        assert (tmp_path / "trace.json").exists()
-        optimizer.close()
+
+@pytest.mark.parametrize("before", [0, STEPS_BEFORE], ids=["before its own", "in the middle of its own"])
+def test_a_trace_that_is_asked_for_goes_first(before: int, tmp_path: Path) -> None:
+    model, optimizer = recorded()
+    with optimizer.record(tmp_path):
+        train(model, optimizer, before)
+        with optimizer.trace(tmp_path / "mine.json") as report:
+            train(model, optimizer, STEPS_BEFORE + 2)
+        train(model, optimizer, 1 + STEPS_TRACED)
+    assert report.summary is not None
+    assert json.loads((tmp_path / "mine.json").read_text())["traceEvents"]
+    assert len(whole(tmp_path)) == before + STEPS_BEFORE + 3 + STEPS_TRACED
+    assert before or (tmp_path / "trace.json").exists(), "one that is under way is waited for"
 
 
 class TestFile:
     def test_a_run_that_goes_on_adds_behind_a_torn_line(self, tmp_path: Path) -> None:
-        model, optimizer = prepared()
+        model, optimizer = recorded()
         with optimizer.record(tmp_path):
             train(model, optimizer, 2)
         file = tmp_path / "metrics.jsonl"
@@ -234,55 +205,26 @@ class TestFile:
         found = [line for line in file.read_text().splitlines() if line != '{"event": "step", "st']
         assert [json.loads(line)["step"] for line in found if '"grad_norm"' in line] == [1, 2, 3]
         assert json.loads(found[-2 if '"placement"' in found[-2] else -1])
-        optimizer.close()
 
     def test_a_run_from_the_beginning_replaces_what_was_there(self, tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").write_text("of an earlier run\n")
         (tmp_path / "plan.json").write_text("{}")
-        model, optimizer = prepared()
+        model, optimizer = recorded()
         with optimizer.record(tmp_path):
             train(model, optimizer, 1)
         assert [line["step"] for line in whole(tmp_path)] == [1]
         assert not (tmp_path / "plan.json").exists()
-        optimizer.close()
 
     def test_two_do_not_write_one_file(self, tmp_path: Path) -> None:
-        (_, one), (_, other) = prepared(), prepared()
+        (_, one), (_, other) = recorded(), recorded()
         with one.record(tmp_path):
             with pytest.raises(ConfigError, match=r"metrics\.jsonl is being written by another recorder"):
                 other.record(tmp_path)
             with pytest.raises(EngineError, match=r"while steps are recorded in .*Close that one first"):
                 one.record(tmp_path / "else")
-        other.record(tmp_path).close()
-        one.close()
-        other.close()
-
-    def test_what_cannot_be_recorded_is_refused_before_anything_is_written(self, tmp_path: Path) -> None:
-        model, optimizer = prepared()
-        (tmp_path / "file").write_text("")
-        for folder, begin, error in (
-            (tmp_path / "file" / "below", 0, "cannot be written"),
-            (tmp_path / "a", -1, "number of steps that were made before"),
-            (tmp_path / "{rank}", 0, "the first rank alone writes"),
-        ):
-            with pytest.raises(ConfigError, match=error):
-                optimizer.record(folder, begin=begin)
-        recorder = optimizer.record(tmp_path / "b")
-        with pytest.raises(ConfigError, match=r"log\(loss='much'\): give a number"):
-            recorder.log(loss="much")  # type: ignore[arg-type]
-        optimizer.close()
-        with pytest.raises(EngineError, match="after close"):
-            optimizer.record(tmp_path)
-        del model
-
-    def test_nothing_is_recorded_of_a_model_that_nothing_trains(self, tmp_path: Path) -> None:
-        optimizer = penstock.prepare(nn.Linear(4, 4), None, precision="fp32")
-        with pytest.raises(EngineError, match="nothing trains this model"):
-            optimizer.record(tmp_path)
-        optimizer.close()
 
     def test_closing_the_optimizer_closes_its_record(self, tmp_path: Path) -> None:
-        model, optimizer = prepared()
+        model, optimizer = recorded()
         recorder = optimizer.record(tmp_path)
         train(model, optimizer, 2)  # in the middle of its trace
         optimizer.close()
@@ -291,17 +233,6 @@ class TestFile:
         recorder.log(loss=1.0)  # says nothing any more
         assert not [line for line in written(tmp_path) if "loss" in line]
 
-    def test_who_keeps_a_recorder_keeps_no_engine(self, tmp_path: Path) -> None:
-        model, optimizer = prepared()
-        recorder = optimizer.record(tmp_path)
-        train(model, optimizer, 4)
-        dropped = weakref.ref(optimizer._engine)
-        del model, optimizer
-        gc.collect()
-        assert dropped() is None
-        recorder.close()
-        assert written(tmp_path, "end")
-
     @pytest.mark.parametrize("begin", [0, 1])
     def test_a_planted_link_is_not_followed(self, begin: int, tmp_path: Path) -> None:
         theirs = tmp_path / "theirs"
@@ -309,7 +240,7 @@ class TestFile:
         folder = tmp_path / "record"
         folder.mkdir()
         (folder / "metrics.jsonl").symlink_to(theirs)
-        model, optimizer = prepared()
+        model, optimizer = recorded()
         with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be written: it is a link"):
             optimizer.record(folder, begin=begin)
         (folder / "metrics.jsonl").unlink()
@@ -324,12 +255,11 @@ class TestFile:
             pass
         assert theirs.read_text() == "before"
         assert (folder / "plan.json").is_symlink()
-        optimizer.close()
 
     def test_a_disk_that_is_full_ends_the_record_and_no_step(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model, optimizer = prepared()
+        model, optimizer = recorded()
         recorder = optimizer.record(tmp_path)
         train(model, optimizer, 1)
 
@@ -348,7 +278,6 @@ class TestFile:
         with pytest.warns(UserWarning, match=r"metrics\.jsonl ends here: .*No space left"):
             train(model, optimizer, 1)
         train(model, optimizer, 2)
-        optimizer.close()
 
     def test_what_json_does_not_have_is_text(self) -> None:
         assert files.to_json({1: {"a": (math.nan, 2.5, {3})}, "path": Path("x"), "flag": True}) == {
@@ -358,38 +287,40 @@ class TestFile:
         }
 
 
-def record_on_rank(rank: int, folder: str) -> tuple[int, bool, list[str]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    placement = penstock.Placement(params="cpu", optimizer="nvme", nvme_path=disks())
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), placement=placement, precision="fp32")
-    with optimizer.record(folder) as recorder:
-        for number in range(4):
-            recorder.log(loss=one_step(model, optimizer, number), tokens=rank)
-        own = optimizer.locations().bytes()
+def record(where: str, begin: int = 0) -> Callable[..., Any]:
+    return lambda optimizer, folder: optimizer.record(folder / where, begin=begin)
+
+
+def record_after_close(optimizer: penstock.Optimizer, folder: Path) -> None:
     optimizer.close()
-    return own, recorder._lines is None, sorted(path.name for path in Path(folder).iterdir())
+    optimizer.record(folder)
 
 
-def waits_kept(rank: int, folder: Path) -> tuple[int, dict[str, Any]]:
-    model, optimizer = prepared()
-    with optimizer.record(folder) as recorder:
-        train(model, optimizer, 5)
-        observer = optimizer._engine.context.streams.observer  # type: ignore[union-attr]
-        assert isinstance(observer, Observer)
-        kept = 0 if observer.waits is None else len(observer.waits._waits)
-        return kept + recorder.steps - 5, recorder.take()
+REFUSED = {
+    "below a file": Refusal(record("file/below"), "cannot be written"),
+    "steps": Refusal(record("a", -1), "number of steps that were made before"),
+    "rank": Refusal(record("{rank}"), "the first rank alone writes"),
+    "after close": Refusal(record_after_close, "after close", EngineError),
+    "untrained": Refusal(record("a"), "nothing trains this model", EngineError, {"stock": None}),
+}
 
 
-def test_ranks_that_write_nothing_keep_no_waits(tmp_path: Path) -> None:
-    """Their notes of waits grew with every step, and on a device each held two events."""
-    first, second = run_ranks(waits_kept, 2, tmp_path)
-    assert first[1].keys() == {"step_seconds", "waited", "waits"}
-    assert second == (0, {})
+@rows(REFUSED)
+def test_what_cannot_be_recorded_is_refused_before_anything_is_written(row: Refusal, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    _, optimizer = prepared(stack, **row.how or {})
+    refused(row, optimizer, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_no_text_is_logged(tmp_path: Path) -> None:
+    _, optimizer = recorded()
+    with optimizer.record(tmp_path) as recorder, pytest.raises(ConfigError, match=r"log\(loss='much'\): give a number"):
+        recorder.log(loss="much")  # type: ignore[arg-type]
 
 
 def test_figures_are_means_over_the_steps_since_they_were_taken(tmp_path: Path) -> None:
-    model, optimizer = prepared(separate())
+    model, optimizer = recorded(separate)
     with optimizer.record(tmp_path) as recorder:
         assert (recorder.take(), recorder.measured()) == ({}, {})
         for number in range(8):
@@ -411,10 +342,28 @@ def test_figures_are_means_over_the_steps_since_they_were_taken(tmp_path: Path) 
     assert 0 < measured["device compute"] < 10 * measured["step"]
 
 
-def test_of_several_ranks_the_first_writes_its_own_bytes(tmp_path: Path) -> None:
-    (own, writes_not, files), (_, other_writes_not, _) = run_ranks(record_on_rank, 2, str(tmp_path))
-    assert (writes_not, other_writes_not) == (False, True)
-    assert files == ["metrics.jsonl", "trace.json"]
+def record_on_rank(rank: int, folder: Path) -> tuple[int, bool, int, dict[str, Any]]:
+    model, optimizer = recorded(params="cpu", optimizer="nvme")
+    with optimizer.record(folder) as recorder:
+        for number in range(4):
+            recorder.log(loss=one_step(model, optimizer, number), tokens=rank)
+        own = optimizer.locations().bytes()
+        observer = optimizer._engine.context.streams.observer
+        assert isinstance(observer, Observer)
+        kept = 0 if observer.waits is None else len(observer.waits._waits)
+        assert recorder.steps == 4
+        taken = recorder.take()
+    optimizer.close()
+    return own, recorder._lines is None, kept, taken
+
+
+def test_of_several_ranks_the_first_writes_its_own_bytes_and_the_others_keep_no_waits(tmp_path: Path) -> None:
+    """Their notes of waits grew with every step, and on a device each held two events."""
+    (own, writes_not, _, taken), other = run_ranks(record_on_rank, 2, tmp_path)
+    assert not writes_not
+    assert taken.keys() >= {"step_seconds", "waited", "waits"}
+    assert other[1:] == (True, 0, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "trace.json"]
     steps = whole(tmp_path)
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert sum(steps[-1]["bytes_by_tier"].values()) == own

@@ -4,7 +4,7 @@ import gc
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,17 @@ from penstock.checkpoint.tiles import TileWriter
 from penstock.runtime import aio
 from penstock.runtime.events import HostEvent
 from penstock.runtime.host_memory import Arena
+from penstock.runtime.streams import Streams
 from penstock.runtime.workers import HostWorker
+from tests.lib.engines import ON_CPU, ON_NVME, assert_same_state, prepared, state, train
+from tests.lib.models import Blocks
 from tests.lib.ranks import run_ranks
-from tests.lib.streams import separate, simulated
-from tests.parity.resuming import SMALL, Other, Run, Values, different, go_on, iterate, resumed, saved, values
-from tests.parity.rows import Arithmetic, Movement, shares
+from tests.lib.refusals import Refusal, refused_unchanged, rows
+from tests.lib.streams import separate, simulated, until_waited_for
+from tests.parity.resuming import SMALL, Other, Run, resumed, saved
+from tests.parity.rows import Arithmetic, Movement
 
 KIB = 1 << 10
-BF16 = Arithmetic(precision="bf16")
-ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(**SMALL)
-IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme").but(**SMALL)
-HALF = shares(device=0.5, cpu=0.5)
-RUN = Run(BF16, ON_CPU, separate)
 
 
 class Gate:
@@ -63,129 +62,117 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-Prepared = tuple[nn.Module, penstock.Optimizer, Any]
+Prepared = tuple[Any, penstock.Optimizer]
 
 
-def after_steps(run: Run, count: int = 1) -> Prepared:
-    prepared = run.prepare()
-    for step in range(count):
-        iterate(run, *prepared, step, 0, 1)
-    return prepared
+def after_steps(count: int = 1, streams: Any = separate, seed: int = 0, **how: Any) -> Prepared:
+    """On the cpu, unless it is told where."""
+    model, optimizer = prepared(lambda: Blocks(seed=seed), streams, precision="bf16", **(how or ON_CPU))
+    train(model, optimizer, count)
+    return model, optimizer
 
 
-def loaded(folder: Path, run: Run = RUN) -> Values:
+def loaded(folder: Path, **how: Any) -> dict[str, Tensor]:
     """What a checkpoint holds."""
-    model, optimizer, _ = run.prepare(seed=9)
+    model, optimizer = after_steps(0, seed=9, **how)
     optimizer.load(folder)
-    found = values(model, optimizer)
+    found = state(model, optimizer)
     optimizer.close()
     return found
 
 
-def late() -> Any:
+def late() -> Streams:
     return simulated(most_seconds=0.001)
+
+
+IN_FILES = Movement(**ON_NVME).but(**SMALL)
 
 
 @pytest.mark.parametrize(
     "run",
     [
-        Run(Arithmetic(), ON_CPU),
-        Run(BF16, ON_CPU, separate, Other),
-        Run(BF16, Movement(optimizer="cpu", overlap="backward").but(**SMALL), late),
-        Run(BF16, Movement(overlap="none").but(**SMALL), late),
+        Run(Arithmetic(precision="bf16"), Movement(**ON_CPU).but(**SMALL), separate, Other),
+        Run(Arithmetic(precision="bf16"), Movement(optimizer="cpu", overlap="backward").but(**SMALL), late),
         Run(Arithmetic(clip=0.5), IN_FILES, late),
-        Run(BF16, IN_FILES),
-        Run(BF16, Movement(3, HALF, HALF, HALF).but(**SMALL), separate),
     ],
     ids=str,
 )
 def test_beside_training_both_are_exact(run: Run, tmp_path: Path) -> None:
-    at_once = saved(run, tmp_path / "a", steps=3)
-    beside = saved(run, tmp_path / "b", blocking=False, steps=3)
+    at_once = saved(run, tmp_path / "a", steps=2)
+    beside = saved(run, tmp_path / "b", blocking=False, steps=2)
     assert beside.otherwise(at_once) == []
-    assert resumed(run, tmp_path / "b", steps=3).otherwise(at_once) == []
+    assert resumed(run, tmp_path / "b", steps=2).otherwise(at_once) == []
 
 
 def test_an_update_waits_until_its_tiles_are_copied(gate: Gate, tmp_path: Path) -> None:
-    run = Run(BF16, Movement(optimizer="cpu", overlap="forward").but(**SMALL), late)
-    model, optimizer, scheduler = after_steps(run)
-    before = values(model, optimizer)
+    how = {"optimizer": "cpu", "overlap": "forward"}
+    model, optimizer = after_steps(1, late, **how)
+    before = state(model, optimizer)
     optimizer.save(tmp_path / "a", blocking=False)
-    iterate(run, model, optimizer, scheduler, 1, 0, 1)
+    train(model, optimizer, first=1)
     assert gate.reached.wait(60)
     assert not any(unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.context.units)
     gate.opened.set()
     optimizer.synchronize()
-    assert different(loaded(tmp_path / "a", run), before) == []
-    optimizer.close()
+    assert_same_state(loaded(tmp_path / "a", **how), before)
 
 
-def set_param(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    optimizer.set_full_param(model.first.weight, torch.zeros(model.first.weight.shape))
-
-
-def set_state(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    optimizer.set_full_state(model.first.weight, "exp_avg", torch.zeros(model.first.weight.shape))
-
-
-def write_gathered(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+def write_gathered(model: Blocks, optimizer: penstock.Optimizer) -> None:
     with optimizer.gathered(modify=True), torch.no_grad():
         model.last.weight.zero_()
 
 
-def offload(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+def offload(model: Blocks, optimizer: penstock.Optimizer) -> None:
     optimizer.offload_states({"optimizer", "master"}, to="cpu", pin_memory=False)
     optimizer.reload_states()
 
 
-def load_state_dict(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    state = optimizer.state_dict()
-    state["state"] = {}
-    optimizer.load_state_dict(state)
+CHANGES: dict[str, Callable[[Blocks, penstock.Optimizer], Any]] = {
+    "parameter": lambda m, o: o.set_full_param(m.first.weight, torch.zeros(m.first.weight.shape)),
+    "state": lambda m, o: o.set_full_state(m.first.weight, "exp_avg", torch.zeros(m.first.weight.shape)),
+    "gathered": write_gathered,
+    "offload": offload,
+    "load_state_dict": lambda m, o: o.load_state_dict({**o.state_dict(), "state": {}}),
+    "close": lambda m, o: o.close(),
+}
 
 
-def close(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-    optimizer.close()
-
-
-@pytest.mark.parametrize("change", [set_param, set_state, write_gathered, offload, load_state_dict, close])
-@pytest.mark.parametrize("placement", [ON_CPU, Movement().but(**SMALL)], ids=["cpu", "device"])
-def test_a_change_waits_until_everything_is_copied(
-    change: Any, placement: Movement, gate: Gate, tmp_path: Path
-) -> None:
-    run = Run(BF16, placement, separate)
-    model, optimizer, _ = after_steps(run)
-    before = values(model, optimizer)
+@pytest.mark.parametrize(
+    ("change", "where"), [*((change, "cpu") for change in CHANGES), ("offload", "device"), ("gathered", "device")]
+)
+def test_a_change_waits_until_everything_is_copied(change: str, where: str, gate: Gate, tmp_path: Path) -> None:
+    model, optimizer = after_steps(params=where, grads=where, optimizer=where)
+    before = state(model, optimizer)
     optimizer.save(tmp_path / "a", blocking=False)
     assert gate.reached.wait(60)
-    threading.Timer(0.05, gate.opened.set).start()
-    change(model, optimizer)
+    threading.Thread(target=lambda: (until_waited_for(), gate.opened.set()), daemon=True).start()
+    CHANGES[change](model, optimizer)
     optimizer.close()
-    assert different(loaded(tmp_path / "a", run), before) == []
+    assert_same_state(loaded(tmp_path / "a"), before)
 
 
 def test_another_save_waits_or_refuses(gate: Gate, tmp_path: Path) -> None:
-    model, optimizer, scheduler = after_steps(RUN)
-    before = values(model, optimizer)
+    model, optimizer = after_steps()
+    before = state(model, optimizer)
     optimizer.save(tmp_path / "a", blocking=False)
     assert gate.reached.wait(60)
     with pytest.raises(penstock.EngineError, match="still being saved"):
         optimizer.save(tmp_path / "b", if_busy="raise")
     assert not (tmp_path / "b").exists()
     gate.opened.set()
-    iterate(RUN, model, optimizer, scheduler, 1, 0, 1)
+    train(model, optimizer, first=1)
     optimizer.save(tmp_path / "b", blocking=False)
-    after = values(model, optimizer)
+    after = state(model, optimizer)
     optimizer.synchronize()
     optimizer.save(tmp_path / "c", if_busy="raise")  # nothing is busy
     optimizer.close()
     for name, expected in (("a", before), ("b", after), ("c", after)):
-        assert different(loaded(tmp_path / name), expected) == []
+        assert_same_state(loaded(tmp_path / name), expected)
 
 
 def busy_on_two_ranks(rank: int, parent: Path) -> str:
     """The first rank is still at it when the other one is done, and asks."""
-    _, optimizer, _ = after_steps_on(RUN, rank)
+    _, optimizer = after_steps()
     opened = threading.Event()
     run = Save.run
 
@@ -207,24 +194,18 @@ def busy_on_two_ranks(rank: int, parent: Path) -> str:
     return str(caught.value)
 
 
-def after_steps_on(run: Run, rank: int) -> Prepared:
-    prepared = run.prepare()
-    iterate(run, *prepared, 0, rank, 2)
-    return prepared
-
-
 def test_two_ranks_refuse_together(tmp_path: Path) -> None:
     assert all("still being saved" in said for said in run_ranks(busy_on_two_ranks, 2, tmp_path))
-    assert different(loaded(tmp_path / "a"), loaded(tmp_path / "b")) == []
+    assert_same_state(loaded(tmp_path / "a"), loaded(tmp_path / "b"))
 
 
 @pytest.mark.parametrize("verb", ["synchronize", "save", "close"])
 def test_the_error_of_a_save_beside_training_is_raised_once(verb: str, gate: Gate, tmp_path: Path) -> None:
-    model, optimizer, scheduler = after_steps(RUN)
+    model, optimizer = after_steps()
     gate.opened.set()
     gate.failure = OSError(28, "No space left on device")
     optimizer.save(tmp_path / "a", blocking=False)
-    iterate(RUN, model, optimizer, scheduler, 1, 0, 1)  # training does not mind
+    train(model, optimizer, first=1)  # training does not mind
     again = tmp_path / "again"
     with pytest.raises(penstock.CheckpointError, match=r"Writing .*/a/.*: No space left on device"):
         optimizer.save(again) if verb == "save" else getattr(optimizer, verb)()
@@ -233,8 +214,7 @@ def test_the_error_of_a_save_beside_training_is_raised_once(verb: str, gate: Gat
     if verb != "close":
         optimizer.synchronize()
         optimizer.save(again)
-        assert different(loaded(again), values(model, optimizer)) == []
-    optimizer.close()
+        assert_same_state(loaded(again), state(model, optimizer))
 
 
 def given_up(patch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -270,24 +250,29 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError(), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("where", ENDS)
+ERRORS = (RuntimeError("no"), MemoryError(), KeyboardInterrupt())
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [(where, ERRORS[number % 3]) for number, where in enumerate(ENDS)] + [("a tile", ERRORS[2])],
+    ids=repr,
+)
 def test_however_a_save_beside_training_ends_nobody_waits_for_it(
     where: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it never begins, and where what ends it is no error of a disk."""
-    model, optimizer, scheduler = after_steps(RUN)
+    model, optimizer = after_steps()
     with monkeypatch.context() as patch:
         ENDS[where](patch, error)
         with pytest.raises((type(error), penstock.PenstockError)):
             save_and_wait(optimizer, tmp_path / "a", blocking=False)
     assert all(unit.params.memory.free.done() for unit in optimizer._engine.context.units)
     optimizer.synchronize()
-    iterate(RUN, model, optimizer, scheduler, 1, 0, 1)
+    train(model, optimizer, first=1)
     optimizer.save(tmp_path / "a", blocking=False)
     optimizer.synchronize()
-    assert different(loaded(tmp_path / "a"), values(model, optimizer)) == []
-    optimizer.close()
+    assert_same_state(loaded(tmp_path / "a"), state(model, optimizer))
 
 
 # What it takes
@@ -309,9 +294,9 @@ def threads_and_files() -> tuple[list[str], int]:
     return sorted(kept), len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("how", [ON_CPU, IN_FILES], ids=["cpu", "nvme"])
+@pytest.mark.parametrize("how", [ON_CPU, ON_NVME], ids=["cpu", "nvme"])
 def test_what_it_takes_is_a_ring_and_is_given_back(
-    how: Movement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by what the model holds: that is many times the ring."""
     taken: list[int] = []
@@ -322,13 +307,13 @@ def test_what_it_takes_is_a_ring_and_is_given_back(
             super().__init__(capacity, device, **rest)
 
     monkeypatch.setattr(tiles, "Arena", Counted)
-    run = Run(BF16, how, separate)
-    model, optimizer, scheduler = after_steps(run)
+    model, optimizer = prepared(lambda: Blocks(3, 32), separate, precision="bf16", **how)
+    train(model, optimizer)
     optimizer.save(tmp_path / "a")
     before = threads_and_files()
     taken.clear()
     optimizer.save(tmp_path / "b", blocking=False)
-    iterate(run, model, optimizer, scheduler, 1, 0, 1)
+    train(model, optimizer, first=1)
     optimizer.synchronize()
     gc.collect()
     assert threads_and_files() == before
@@ -339,7 +324,6 @@ def test_what_it_takes_is_a_ring_and_is_given_back(
     assert entry.nbytes > 2 * sum(taken)
     optimizer.load(tmp_path / "a")
     assert threads_and_files() == before
-    optimizer.close()
 
 
 def save_and_wait(optimizer: penstock.Optimizer, path: Path, **how: Any) -> None:
@@ -350,10 +334,9 @@ def save_and_wait(optimizer: penstock.Optimizer, path: Path, **how: Any) -> None
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_damaged_record_of_a_swap_file_is_no_checkpoint(blocking: bool, tmp_path: Path) -> None:
     """Found before the last good one goes; the error names the swap file."""
-    run = Run(BF16, IN_FILES)
-    model, optimizer, _ = after_steps(run)
+    model, optimizer = after_steps(**ON_NVME)
     optimizer.save(tmp_path / "good")
-    good = values(model, optimizer)
+    good = state(model, optimizer)
     trained = next(unit.trained for unit in optimizer._engine.context.units if unit.trained)
     place = trained.optimizer.segments[0]._places[0]
     with open(f"/proc/self/fd/{place.file._descriptor}", "r+b") as opened:  # it has no name
@@ -367,51 +350,26 @@ def test_a_damaged_record_of_a_swap_file_is_no_checkpoint(blocking: bool, tmp_pa
     assert caught.value.file == place.file.path
     assert names(tmp_path) == ["good"]
     optimizer.close(keep_params=False)
-    assert different(loaded(tmp_path / "good", run), good) == []
+    assert_same_state(loaded(tmp_path / "good", **ON_NVME), good)
 
 
 def test_without_checksums_in_the_swap_files_tiles_have_some(tmp_path: Path) -> None:
-    run = Run(BF16, IN_FILES.but(checksums=False))
-    goes_on = saved(run, tmp_path / "a", steps=1)
-    assert resumed(run, tmp_path / "a", steps=1).otherwise(goes_on) == []
+    how = {**ON_NVME, "checksums": False}
+    model, optimizer = after_steps(**how)
+    optimizer.save(tmp_path / "a")
+    assert_same_state(loaded(tmp_path / "a", **how), state(model, optimizer))
     tiles = next((tmp_path / "a").glob("*.tiles"))
     data = bytearray(tiles.read_bytes())
     data[5000] ^= 1
     tiles.write_bytes(data)
-    _, optimizer, _ = run.prepare()
+    _, other = after_steps(0, **how)
     with pytest.raises(penstock.CheckpointError, match="is damaged"):
-        optimizer.load(tmp_path / "a")
+        other.load(tmp_path / "a")
     with pytest.raises(penstock.CheckpointError, match="is damaged"):  # its state is in parts
-        optimizer.close()
+        other.close()
 
 
 # When, and where
-
-
-def test_in_the_middle_of_things_it_is_refused(tmp_path: Path) -> None:
-    model, optimizer, _ = RUN.prepare()
-    said: list[str] = []
-
-    def attempt(*_: object) -> None:
-        for verb in (optimizer.save, optimizer.load):
-            with pytest.raises(penstock.EngineError) as caught:
-                verb(tmp_path / "a")
-            said.append(str(caught.value))
-
-    handle = model.last.register_forward_hook(attempt)
-    loss = model(torch.ones(2, 12)).sum()
-    handle.remove()
-    handle = model.first.weight.register_hook(attempt)
-    optimizer.backward(loss)
-    handle.remove()
-    with optimizer.gathered():
-        attempt()
-    optimizer.close()
-    attempt()
-    places = ["inside a forward or a backward"] * 4 + ["inside gathered()"] * 2 + ["after close()"] * 2
-    for place, text in zip(places, said, strict=True):
-        assert place in text
-    assert not list(tmp_path.iterdir())
 
 
 def names(parent: Path) -> list[str]:
@@ -419,12 +377,12 @@ def names(parent: Path) -> list[str]:
 
 
 def test_the_newest_few_are_kept_and_found(tmp_path: Path) -> None:
-    model, optimizer, scheduler = RUN.prepare()
+    model, optimizer = after_steps(0)
     seen = {}
     for step, keep in ((9, None), (1, None), (2, 2), (3, 2), (4, None)):  # by age, not by name
-        iterate(RUN, model, optimizer, scheduler, step % 5, 0, 1)
+        train(model, optimizer, first=step)
         optimizer.save(tmp_path / f"step-{step}", keep=keep, extra={"step": step})
-        seen[step] = values(model, optimizer)
+        seen[step] = state(model, optimizer)
         assert optimizer.load(tmp_path)["step"] == step
         assert optimizer.load(tmp_path / "latest")["step"] == step
     assert names(tmp_path) == ["step-2", "step-3", "step-4"]
@@ -441,36 +399,19 @@ def test_the_newest_few_are_kept_and_found(tmp_path: Path) -> None:
     (tmp_path / "step-5" / MARKER).write_text("{")
     with pytest.raises(penstock.CheckpointError, match="is no whole checkpoint"):
         optimizer.load(tmp_path)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_the_same_folder_again(blocking: bool, tmp_path: Path) -> None:
-    model, optimizer, scheduler = RUN.prepare()
+    model, optimizer = after_steps(0)
     for step in range(3):
-        iterate(RUN, model, optimizer, scheduler, step, 0, 1)
+        train(model, optimizer, first=step)
         optimizer.save(tmp_path / "a", blocking=blocking, extra={"tensor": torch.ones(2)})
-    expected = values(model, optimizer)
+    expected = state(model, optimizer)
     optimizer.synchronize()
     assert len(names(tmp_path / "a")) == 4  # marker, tiles, table, tensors
     optimizer.close()
-    assert different(loaded(tmp_path / "a"), expected) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"keep": 0}, r"save\(keep=0\)"),
-        ({"if_busy": "perhaps"}, r"save\(if_busy='perhaps'\)"),
-        ({"path": "latest"}, "stands for the newest one"),
-    ],
-)
-def test_requests_that_cannot_be(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
-    _, optimizer, _ = RUN.prepare()
-    with pytest.raises(penstock.ConfigError, match=said):
-        optimizer.save(tmp_path / arguments.pop("path", "a"), **arguments)
-    optimizer.close()
-    assert names(tmp_path) == []
+    assert_same_state(loaded(tmp_path / "a"), expected)
 
 
 # What users add
@@ -500,7 +441,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
-    _, optimizer, _ = RUN.prepare()
+    _, optimizer = after_steps(0)
     tensor = torch.zeros(3)
     optimizer.save(tmp_path / "a", extra=EXTRA | {"tensor": tensor}, blocking=False)
     tensor.fill_(1)  # it was copied
@@ -523,40 +464,53 @@ def endless() -> list[Any]:
     return value
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (Custom(), r"extra\['a'\]\[1\] is a Custom"),
-        (print, r"extra\['a'\]\[1\] is a builtin_function_or_method"),
-        ({1, 2}, r"extra\['a'\]\[1\] is a set"),
-        (1j, r"extra\['a'\]\[1\] is a complex"),
-        ({"b": {Custom: 1}}, r"a key of extra\['a'\]\[1\]\['b'\] is a type"),
-        (torch.ones(2, dtype=torch.complex64), r"extra\['a'\]\[1\] is a tensor that is sparse, complex"),
-        (torch.ones(2).to_sparse(), r"extra\['a'\]\[1\] is a tensor that is sparse, complex"),
-        (torch.ones(2, device="meta"), r"extra\['a'\]\[1\] is a tensor that is sparse, complex"),
-        (endless(), r"extra\['a'\]\[1\]\[0\] contains itself"),
-        (1 << 20000, r"extra\['a'\]\[1\] is a number of more than"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
-)
-def test_what_is_no_data_is_refused_by_name(value: Any, said: str, tmp_path: Path) -> None:
-    _, optimizer, _ = RUN.prepare()
-    with pytest.raises(penstock.ConfigError, match=said):
-        optimizer.save(tmp_path / "a", extra={"a": [0, value]})
-    optimizer.close()
+def saving(folder: str = "a", **arguments: Any) -> Callable[..., None]:
+    return lambda model, optimizer: optimizer.save(Path.cwd() / folder, **arguments)
+
+
+def saving_extra(value: Any) -> Callable[..., None]:
+    return saving(extra={"a": [0, value]})
+
+
+NO_DATA = {
+    "Custom": (Custom(), " is a Custom"),
+    "function": (print, " is a builtin_function_or_method"),
+    "set": ({1, 2}, " is a set"),
+    "complex": (1j, " is a complex"),
+    "key": ({"b": {Custom: 1}}, "['b'] is a type"),
+    "complex tensor": (torch.ones(2, dtype=torch.complex64), " is a tensor that is sparse, complex"),
+    "sparse tensor": (torch.ones(2).to_sparse(), " is a tensor that is sparse, complex"),
+    "meta tensor": (torch.ones(2, device="meta"), " is a tensor that is sparse, complex"),
+    "endless": (endless(), "[0] contains itself"),
+    "long": (1 << 20000, " is a number of more than"),
+}
+REFUSED = {
+    "keep": Refusal(saving(keep=0), "save(keep=0)"),
+    "if_busy": Refusal(saving(if_busy="perhaps"), "save(if_busy='perhaps')"),
+    "path": Refusal(saving("latest"), "stands for the newest one"),
+    **{name: Refusal(saving_extra(value), f"extra['a'][1]{said}") for name, (value, said) in NO_DATA.items()},
+}
+
+
+@rows(REFUSED)
+def test_what_cannot_be_saved_is_refused_by_name(row: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused_unchanged(row)
     assert names(tmp_path) == []
 
 
 def test_going_on_after_a_load_beside_a_save(gate: Gate, tmp_path: Path) -> None:
     """A load writes what is being saved: it waits, too."""
-    model, optimizer, scheduler = after_steps(RUN, 2)
+    model, optimizer = after_steps(2)
     gate.opened.set()
     optimizer.save(tmp_path / "a")
-    goes_on = go_on(RUN, model, optimizer, scheduler, steps=2)
+    losses = train(model, optimizer, 2, first=2)
+    final = state(model, optimizer)
     gate.opened.clear()
     optimizer.save(tmp_path / "b", blocking=False)
-    threading.Timer(0.05, gate.opened.set).start()
+    threading.Thread(target=lambda: (until_waited_for(), gate.opened.set()), daemon=True).start()
     optimizer.load(tmp_path / "a")
-    assert go_on(RUN, model, optimizer, scheduler, steps=2).otherwise(goes_on) == []
+    assert train(model, optimizer, 2, first=2) == losses
+    assert_same_state(state(model, optimizer), final)
     optimizer.close()
-    assert different(loaded(tmp_path / "b"), goes_on.final) == []
+    assert_same_state(loaded(tmp_path / "b"), final)

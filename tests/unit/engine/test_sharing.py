@@ -1,22 +1,25 @@
 """The tiles that the host and the device share, and at which share both are done at once."""
 
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
 from penstock.config import STAGING, Tier
+from penstock.engine.step import update
 from penstock.engine.step.update import MEASURED_STEPS, WARM_UP_STEPS, TileUpdate, UpdateRun, UpdateSharing
 from penstock.errors import ConfigError
-from penstock.runtime.simulated import SimulatedStreams
-from penstock.runtime.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Streams
-from penstock.tiers import staging
-from tests.lib.engines import prepare_on
-from tests.lib.streams import separate
+from penstock.rules import UpdateSlice
+from penstock.runtime.hardware import Clock
+from penstock.runtime.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Work
+from penstock.tiers import staging, transfer
+from tests.lib.engines import prepared, train
+from tests.lib.models import stack
+from tests.lib.streams import SeparateStreams, inline, separate
 
 STEPS = WARM_UP_STEPS + MEASURED_STEPS
 
@@ -51,40 +54,85 @@ def test_tiles_of_the_device_itself_are_not_streamed() -> None:
     assert not any(tile.streamed for tile in own)
 
 
-def run(mixed: list[TileUpdate], host_seconds: float, device_seconds: float) -> None:
-    """What the sides do, by a clock that waits for nobody."""
-    began = time.monotonic()
-    took = {False: host_seconds, True: device_seconds}
-    ends = {side: began + seconds * sum(t.streamed is side for t in mixed) for side, seconds in took.items()}
-    for side in sorted(ends, key=lambda side: ends[side]):
-        time.sleep(max(0.0, ends[side] - time.monotonic()))
-        for tile in mixed:
-            if tile.streamed is side and tile.then is not None:
-                tile.then()
+class Side(Clock):
+    """The clock of one side, which goes on where that works."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
 
 
-def test_the_measured_share_lets_both_sides_end_together() -> None:
-    sharing = UpdateSharing("auto", separate(), one)
+@dataclass
+class Sides:
+    """The seconds that a side takes for a tile, and its clock: of the host, and of the device."""
+
+    host_seconds: float
+    device_seconds: float
+    host: Side = field(default_factory=Side)
+    device: Side = field(default_factory=Side)
+
+    def begin(self, patch: pytest.MonkeyPatch) -> None:
+        """Begin a step: on both sides at once."""
+        self.host.now = self.device.now = max(self.host.now, self.device.now)
+        patch.setattr(update, "Clock", lambda: self.host)
+
+    def take(self, *, streamed: bool) -> None:
+        """Take the time of a tile."""
+        if streamed:
+            self.device.now += self.device_seconds
+        else:
+            self.host.now += self.host_seconds
+
+
+class TimedStreams(SeparateStreams):
+    """Nothing is asynchronous; updates take the time of their side."""
+
+    def __init__(self, sides: Sides) -> None:
+        super().__init__(torch.device("cpu"))
+        self.sides = sides
+
+    def device_clock(self) -> Clock:
+        return self.sides.device
+
+    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
+        def timed() -> Any:
+            self.sides.take(streamed=stream == DEVICE_UPDATE)
+            return work()
+
+        return super().submit(stream, timed if stream in (UPDATE, DEVICE_UPDATE) else work, **rest)
+
+
+def run(sharing: UpdateSharing, sides: Sides, count: int, patch: pytest.MonkeyPatch) -> list[TileUpdate]:
+    """A step of so many tiles."""
+    sides.begin(patch)
+    mixed = sharing.divide(tiles(count))
+    for tile in mixed:
+        sides.take(streamed=tile.streamed)
+        if tile.then is not None:
+            tile.then()
+    return mixed
+
+
+def test_the_measured_share_lets_both_sides_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = Sides(2.0, 1.0)
+    sharing = UpdateSharing("auto", TimedStreams(sides), one)
     for _ in range(STEPS + 1):
-        mixed = tiles(40)
-        sharing.divide(mixed)
-        run(mixed, host_seconds=0.002, device_seconds=0.001)
-    assert sharing.share == pytest.approx(2 / 3, abs=0.1)
-    kept = sharing.share
+        run(sharing, sides, 40, monkeypatch)
+    assert sharing.share == pytest.approx(2 / 3)
+    sides.host_seconds = 20.0
     for _ in range(2):
-        mixed = tiles(40)
-        sharing.divide(mixed)
+        mixed = run(sharing, sides, 40, monkeypatch)
         assert all(tile.then is None for tile in mixed), "it is not measured any more"
-    assert sharing.share == kept
+    assert sharing.share == pytest.approx(2 / 3)
 
 
-def test_a_side_without_tiles_tells_nothing() -> None:
-    sharing = UpdateSharing("auto", separate(), one)
+def test_a_side_without_tiles_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = Sides(1.0, 1.0)
+    sharing = UpdateSharing("auto", TimedStreams(sides), one)
     before = sharing.share
     for _ in range(STEPS):
-        mixed = tiles(1)
-        sharing.divide(mixed)
-        run(mixed, 0.001, 0.001)
+        run(sharing, sides, 1, monkeypatch)
     assert sharing.share == before
 
 
@@ -98,72 +146,42 @@ def test_other_shares_are_refused(share: object) -> None:
 
 BLOCKS, WIDTH = 8, 64
 NUMEL = WIDTH * WIDTH
-BLOCK_BYTES = {UPDATE: 26 * NUMEL, UPLOAD: 14 * NUMEL, DOWNLOAD: 12 * NUMEL}  # of an update on either side
 
 
-def prepared(
-    streams: Streams,
-    share: object,
-    optimizer_tier: str = "cpu",
-    disk: Path | None = None,
-    other_tier: str = "cpu",
-    **rest: int,
-) -> tuple[nn.Module, penstock.Optimizer]:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
-    stock = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    placement = penstock.Placement(grads=other_tier, params=other_tier, optimizer=optimizer_tier, nvme_path=disk)  # type: ignore[arg-type]
-    options = penstock.Options(streamed_updates=share, **rest)  # type: ignore[arg-type]
-    return model, prepare_on(streams, model, stock, placement=placement, overlap="none", options=options)
+def sharing_engine(streams: Any, share: object, **how: Any) -> tuple[Any, penstock.Optimizer]:
+    """Of tiles of a block each, unless it is told otherwise."""
+    where = {"params": "cpu", "grads": "cpu", "optimizer": "cpu", "tile_bytes": 4 << 20, **how}
+    model = stack(layers=BLOCKS, width=WIDTH, bias=False)
+    return prepared(model, streams, precision="bf16", overlap="none", streamed_updates=share, **where)
 
 
-def step_seconds(model: nn.Module, optimizer: penstock.Optimizer) -> float:
-    optimizer.backward(model(torch.ones(1, WIDTH)).float().square().sum())
-    start = time.perf_counter()
-    optimizer.step()
-    seconds = time.perf_counter() - start
-    optimizer.zero_grad()
-    return seconds
-
-
-def stated(seconds: dict[str, float]) -> SimulatedStreams:
-    """Streams that take so long for what they move of a block."""
-    return SimulatedStreams(lambda stream, n: n / BLOCK_BYTES[stream] * seconds[stream] if stream in seconds else 0.0)
-
-
-def fastest(make: Callable[[], SimulatedStreams], share: object, tier: str = "cpu", disk: Path | None = None) -> float:
-    model, optimizer = prepared(make(), share, tier, disk)
-    times = [step_seconds(model, optimizer) for _ in range(STEPS + 3)]
-    optimizer.close()
-    return min(times[-3:])
-
-
-def test_a_slow_host_is_relieved() -> None:
-    """The host takes 20 ms for a block, the device 5 ms each way: it is done in a quarter of the time, or better."""
-
-    def make() -> SimulatedStreams:
-        return stated({UPDATE: 0.020, UPLOAD: 0.005, DOWNLOAD: 0.005})
-
-    for _ in range(5):
-        host, shared = fastest(make, 0.0), fastest(make, "auto")
-        if shared < 0.6 * host:
-            return
-    pytest.fail(f"{shared:.3f} s, {host:.3f} s by the host alone")
-
-
-def test_a_fast_host_keeps_its_tiles() -> None:
-    streams = stated({UPDATE: 0.002, UPLOAD: 0.020, DOWNLOAD: 0.020})
-    model, optimizer = prepared(streams, "auto")
-    for _ in range(STEPS + 1):
-        step_seconds(model, optimizer)
+@pytest.mark.parametrize(
+    ("host_seconds", "device_seconds", "share"),
+    [(4.0, 1.0, 4 / 5), (1.0, 10.0, 1 / 11)],
+    ids=["slow host", "fast host"],
+)
+def test_a_slow_host_is_relieved_and_a_fast_one_keeps_its_tiles(
+    host_seconds: float, device_seconds: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where every other step goes through the tiles backwards."""
+    sides = Sides(host_seconds, device_seconds)
+    model, optimizer = sharing_engine(TimedStreams(sides), "auto")
+    for step in range(STEPS + 1):
+        sides.begin(monkeypatch)
+        before = sides.host.now, sides.device.now
+        train(model, optimizer, first=step)
+    took = [(now - then) for now, then in zip((sides.host.now, sides.device.now), before, strict=True)]
     sharing = optimizer._engine.stepper._sharing
     optimizer.close()
     assert sharing is not None
-    assert sharing.share < 0.25
+    assert sharing.share == pytest.approx(share)
+    streamed = int(share * BLOCKS)
+    assert took == [(BLOCKS - streamed) * host_seconds, streamed * device_seconds]
 
 
-def test_three_tiles_of_device_memory_are_taken(tmp_path: Path) -> None:
+def test_three_tiles_of_device_memory_are_taken() -> None:
     for tier, slots in (("cpu", 3), ("nvme", 0)):
-        _, optimizer = prepared(separate(), 0.5, tier, tmp_path)
+        _, optimizer = sharing_engine(separate, 0.5, optimizer=tier)
         near = optimizer.locations().bytes(kind=STAGING, tier="device")
         optimizer.close()
         tile = NUMEL * (2 + 2 + 2 + 8)  # gradient, parameter, remainder, moments
@@ -171,12 +189,8 @@ def test_three_tiles_of_device_memory_are_taken(tmp_path: Path) -> None:
 
 
 def test_nothing_is_taken_where_the_device_is_a_cpu() -> None:
-    model = nn.Linear(WIDTH, WIDTH)
-    stock = torch.optim.AdamW(model.parameters())
-    options = penstock.Options(streamed_updates="auto")
-    optimizer = penstock.prepare(model, stock, placement=penstock.Placement(optimizer="cpu"), options=options)
+    _, optimizer = prepared(stack, inline, precision="bf16", optimizer="cpu", streamed_updates="auto")
     assert optimizer.locations().bytes(kind=STAGING) == 0
-    optimizer.close()
 
 
 # Tiles that the device takes at once.
@@ -212,29 +226,167 @@ def test_a_stretch_of_neighbours_has_their_runs_joined_where_they_meet() -> None
     assert [(run.start, run.stop, run.step_scalars) for run in whole.runs] == [(0, 200, "a"), (200, 300, "b")]
 
 
-@pytest.mark.parametrize(("ring_bytes", "tiles_at_once"), [(1 << 30, 4), (2 * 2 * 2 * 2048, 2), (0, 1)])
-def test_the_ring_beside_the_host_holds_stretches_too(
-    ring_bytes: int, tiles_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gradients that rest on the device come down to an update on the host a stretch at a time."""
-    monkeypatch.setattr(staging, "LEAST_STRETCHES", 4)
-    monkeypatch.setattr(staging, "STRETCH_RING_BYTES", ring_bytes)
-    model, optimizer = prepared(separate(), 0.0, other_tier="device", tile_bytes=4096)
-    assert optimizer.locations().bytes(kind=STAGING, tier="cpu") == 2 * tiles_at_once * 2 * 2048
-    assert optimizer.locations().bytes(kind=STAGING, tier="device") == 0
-    step_seconds(model, optimizer)
-    optimizer.close()
+TILE = 2048  # elements
+#: A ring beside the host for gradients in two slots, and one on the device for all of an update in three.
+RINGS = {"cpu": (0.0, "device", 2 * TILE * 2), "device": (1.0, "cpu", 3 * TILE * (2 + 2 + 2 + 8))}
 
 
-@pytest.mark.parametrize(("ring_bytes", "tiles_at_once"), [(1 << 30, 4), (3 * 2 * 14 * 2048, 2), (0, 1)])
-def test_the_ring_holds_stretches_as_far_as_its_memory_goes(
-    ring_bytes: int, tiles_at_once: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize("at_once", [4, 2, 1])
+def test_rings_hold_stretches_as_far_as_their_memory_goes(
+    ring: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 16 tiles a quarter at once, where no more than four stretches are asked for. What the plan says is taken."""
+    """Of 16 tiles a quarter at once, where no more than four stretches are asked for. What the plan says is taken.
+
+    Gradients that rest on the device come down to an update on the host a stretch at a time.
+    """
+    share, other_tier, nbytes = RINGS[ring]
     monkeypatch.setattr(staging, "LEAST_STRETCHES", 4)
-    monkeypatch.setattr(staging, "STRETCH_RING_BYTES", ring_bytes)
-    model, optimizer = prepared(separate(), 1.0, tile_bytes=4096)
-    tile = 2048 * (2 + 2 + 2 + 8)
-    assert optimizer.locations().bytes(kind=STAGING, tier="device") == 3 * tiles_at_once * tile
-    step_seconds(model, optimizer)
+    monkeypatch.setattr(staging, "STRETCH_RING_BYTES", {4: 1 << 30, 2: 2 * nbytes, 1: 0}[at_once])
+    model, optimizer = sharing_engine(separate, share, params=other_tier, grads=other_tier, tile_bytes=4096)
+    report = optimizer.locations()
+    assert report.bytes(kind=STAGING, tier=ring) == at_once * nbytes
+    if ring == "cpu":
+        assert report.bytes(kind=STAGING, tier="device") == 0
+    train(model, optimizer)
+
+
+# Updates in stretches of tiles, where compute reaches them
+
+SIDE, LAYERS = 64, 3
+WEIGHT = SIDE * SIDE
+TILE_BYTES = 4096  # a weight of 16 KiB in fp32 is 4 tiles
+
+
+def stretched_engine(streams: Any = separate, groups: int = 1, **how: Any) -> tuple[nn.Sequential, penstock.Optimizer]:
+    def in_groups(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+        return torch.optim.AdamW([{"params": parameters[k::groups], "lr": 1e-2 / (k + 1)} for k in range(groups)])
+
+    model = stack(layers=LAYERS, width=SIDE)
+    return prepared(model, streams, stock=in_groups, tile_bytes=TILE_BYTES, **{"overlap": "none", **how})
+
+
+class Calls:
+    """The calls of the rule: of each the elements of its segments."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, optimizer: penstock.Optimizer) -> None:
+        self.numels: list[list[int]] = []
+        rule = optimizer._engine.context.rule
+        update_many = rule.update_many
+
+        def note(update_slices: Any, *rest: Any) -> None:
+            found: Sequence[tuple[UpdateSlice, Any]] = list(update_slices)
+            self.numels.append([update_slice.param.numel() for update_slice, _ in found])
+            update_many(found, *rest)
+
+        patch.setattr(type(rule), "update_many", lambda _, *given: note(*given))
+
+
+def stepped(model: nn.Module, optimizer: penstock.Optimizer, used: int = LAYERS) -> None:
+    x = torch.ones(2, SIDE)
+    for block in list(model)[:used]:  # type: ignore[call-overload]
+        x = block(x)
+    optimizer.backward(x.square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("streams", [inline, separate])
+def test_whole_units_are_one_segment_each_and_all_of_them_one_call(
+    streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = stretched_engine(streams())
+    calls = Calls(monkeypatch, optimizer)
+    stepped(model, optimizer)
+    (numels,) = calls.numels
+    assert len(numels) == len(optimizer._engine.context.units)
+    assert sum(numels) >= LAYERS * (WEIGHT + SIDE), "with the gaps between parameters"
+
+
+def test_groups_cut_segments_and_tiles_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = stretched_engine(groups=2)
+    calls = Calls(monkeypatch, optimizer)
+    stepped(model, optimizer)
+    (numels,) = calls.numels
+    assert numels == [WEIGHT, SIDE] * LAYERS
+
+
+def test_a_parameter_without_gradient_cuts_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = stretched_engine()
+    model[1].bias.requires_grad_(False)
+    model[0].weight.requires_grad_(False)
+    before = [optimizer.full_param(p) for p in (model[1].bias, model[0].weight)]
+    calls = Calls(monkeypatch, optimizer)
+    stepped(model, optimizer)
+    assert sum(sum(numels) for numels in calls.numels) < (LAYERS - 1) * (WEIGHT + 256) + 256
+    for p, value in zip((model[1].bias, model[0].weight), before, strict=True):
+        assert torch.equal(optimizer.full_param(p), value)
+
+
+def calls_across_a_cut(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[int], list[list[int]]]:
+    """Of a stepped: the segments of the call for all that is on the device, and those of the host's calls."""
+    half = {"device": 0.5, "cpu": 0.5}
+    model, optimizer = stretched_engine(optimizer=half, grads=half, **options)
+    calls = Calls(monkeypatch, optimizer)
+    stepped(model, optimizer)
+    units = len(optimizer._engine.context.units)
     optimizer.close()
+    on_device = max(calls.numels, key=sum)  # half of the model, and no unit is more
+    on_host = [numels for numels in calls.numels if numels is not on_device]
+    tile = TILE_BYTES // 4
+    assert sum(on_device) == pytest.approx(sum(map(sum, on_host)), abs=2 * tile)
+    assert len(on_device) <= units
+    return on_device, on_host
+
+
+def test_beyond_a_cut_the_host_updates_what_it_has_of_a_unit_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, on_host = calls_across_a_cut(monkeypatch)
+    assert len(on_host) <= LAYERS
+    assert all(len(numels) == 1 for numels in on_host)
+
+
+def test_a_call_of_the_host_has_no_more_elements_than_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = TILE_BYTES // 4
+    monkeypatch.setattr(transfer, "STRETCH_NUMEL", 2 * tile)
+    _, on_host = calls_across_a_cut(monkeypatch)
+    assert max(map(sum, on_host)) == 2 * tile
+
+
+@pytest.mark.parametrize("why", ["asked in backward", "shared with the device"])
+def test_where_each_tile_is_asked_for_the_host_updates_them_one_by_one(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"streamed_updates": 0.25} if why == "shared with the device" else {}
+    overlap: Any = "backward" if why == "asked in backward" else "none"
+    model, optimizer = stretched_engine(optimizer="cpu", grads="cpu", overlap=overlap, **given)
+    calls = Calls(monkeypatch, optimizer)
+    stepped(model, optimizer)
+    assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4
+    assert len(calls.numels) > 4 * LAYERS
+
+
+def test_gradients_out_of_reach_leave_the_tile_the_grain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come through a ring, whose slots are tiles."""
+    model, optimizer = stretched_engine(grads="cpu")
+    calls = Calls(monkeypatch, optimizer)
+    stepped(model, optimizer)
+    assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4
+
+
+def test_stretches_change_no_bit() -> None:
+    """Beside the same with everything a tile of its own, in eight bits and with random ones."""
+
+    def trained(grads: str, state_dtype: str) -> list[Tensor]:
+        model, optimizer = stretched_engine(groups=2, grads=grads, state_dtype=state_dtype)
+        for used in (3, 2, 3):
+            stepped(model, optimizer, used)
+        seen = [
+            f(p)
+            for p in model.parameters()
+            for f in (optimizer.full_param, lambda p: optimizer.full_state(p, "exp_avg"))
+        ]
+        optimizer.close()
+        return seen
+
+    for state_dtype in ("fp32", "bf16", "int8"):
+        assert all(map(torch.equal, trained("device", state_dtype), trained("cpu", state_dtype)))

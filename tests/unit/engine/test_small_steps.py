@@ -1,6 +1,5 @@
 """What is spared in small steps, and that nothing else changes by it."""
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,16 +12,12 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.engine.forward_backward.forward import Forward
 from penstock.engine.forward_backward.order import ForwardCall
-from penstock.engine.unit.parameter import UnitParameter
 from penstock.engine.unit.unit import Unit
-from penstock.errors import EngineError
-from penstock.layout import Slot
 from penstock.rules.fused import FusedRule
-from tests.lib.engines import prepare_on
-from tests.lib.streams import separate
+from tests.lib.engines import ON_CPU, prepared, train
+from tests.lib.models import seeded
 
 WIDTH = 8
-ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 
 
 class Block(nn.Module):
@@ -69,13 +64,15 @@ class Model(nn.Module):
         return x
 
 
-def prepared(**rest: Any) -> tuple[Model, penstock.Optimizer, Tensor]:
-    torch.manual_seed(0)
-    model = Model(**rest)
-    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def told_of(**how: Any) -> tuple[Model, penstock.Optimizer, Tensor]:
     units = lambda name, module: isinstance(module, Block) or name == "reader.inner"  # noqa: E731
-    optimizer = prepare_on(separate(), model, stock, placement=ON_CPU, precision="fp32", units=units)
-    return model, optimizer, torch.randn(4, WIDTH)
+    return *prepared(seeded(lambda: Model(**how)), units=units, **ON_CPU), torch.ones(4, WIDTH)
+
+
+def test_a_model_with_a_part_that_is_a_script() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.ReLU(), nn.Tanh()))
+    model, optimizer = prepared(nn.Sequential(nn.Linear(WIDTH, WIDTH), scripted), **ON_CPU)
+    train(model, optimizer)
 
 
 @pytest.fixture
@@ -99,36 +96,33 @@ def holders(optimizer: penstock.Optimizer) -> dict[str, int]:
 
 
 def test_the_engine_is_told_of_units_and_not_of_their_layers(told: list[str]) -> None:
-    model, optimizer, x = prepared()
+    model, optimizer, x = told_of()
     optimizer.backward(model(x).sum())
     assert told == ["Model", "Block", "Block", "Reader"]
     assert not any(holders(optimizer).values())
-    optimizer.close()
 
 
 def test_nor_where_a_block_runs_again_in_backward(told: list[str]) -> None:
-    model, optimizer, x = prepared(checkpointed=True)
+    model, optimizer, x = told_of(checkpointed=True)
     loss = model(x).sum()
     told.clear()
     optimizer.backward(loss)
     assert told == ["Block", "Block"]
     assert not any(holders(optimizer).values())
-    optimizer.close()
 
 
 def test_a_layer_that_is_called_alone_is_told_of(told: list[str]) -> None:
-    model, optimizer, x = prepared()
+    model, optimizer, x = told_of()
     with optimizer.gathered():
         layer = model.blocks[1].second
         expected = linear(x, layer.weight.clone(), layer.bias.clone())
     assert torch.equal(model.blocks[1].second(x), expected)
     assert told == ["Linear"]
     assert not any(holders(optimizer).values())
-    optimizer.close()
 
 
 def test_a_layer_is_told_of_after_an_interrupt_left_the_forward_of_its_block(told: list[str]) -> None:
-    model, optimizer, x = prepared()
+    model, optimizer, x = told_of()
 
     def interrupt(_: Tensor) -> None:
         raise KeyboardInterrupt
@@ -144,40 +138,15 @@ def test_a_layer_is_told_of_after_an_interrupt_left_the_forward_of_its_block(tol
     model.blocks[0].second(x)
     assert told == ["Linear"]
     assert not any(holders(optimizer).values())
-    optimizer.close()
-
-
-def test_a_layer_is_refused_to_a_thread_that_another_one_runs_the_block_beside() -> None:
-    model, optimizer, x = prepared()
-    errors: list[BaseException] = []
-
-    def call(x: Tensor) -> None:
-        try:
-            model.blocks[0].second(x)
-        except EngineError as error:
-            errors.append(error)
-
-    def elsewhere(x: Tensor) -> None:
-        thread = threading.Thread(target=call, args=(x.detach(),))
-        thread.start()
-        thread.join()
-
-    model.blocks[0].watch = elsewhere
-    model(x)
-    (error,) = errors
-    assert "is inside forward of the same model" in str(error)
-    assert not any(holders(optimizer).values())
-    optimizer.close()
 
 
 def test_what_a_module_reads_of_its_parts_is_held_until_its_end_and_no_longer() -> None:
-    model, optimizer, x = prepared()
+    model, optimizer, x = told_of()
     held: list[int] = []
     model.after_reader = lambda: held.append(holders(optimizer)["reader.inner"])
     with torch.no_grad():
         model(x)
     assert held == [0]
-    optimizer.close()
 
 
 def test_a_group_is_read_once_a_step_whatever_the_number_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,57 +160,9 @@ def test_a_group_is_read_once_a_step_whatever_the_number_of_units(monkeypatch: p
     monkeypatch.setattr(FusedRule, "step_scalars", noted)
     counts = []
     for blocks in (1, 3):
-        model, optimizer, x = prepared(blocks=blocks)
+        model, optimizer, x = told_of(blocks=blocks)
         optimizer.backward(model(x).sum())
         read.clear()
         optimizer.step()
         counts.append(len(read))
-        optimizer.close()
     assert counts[0] == counts[1]
-
-
-def test_a_model_with_a_part_that_is_a_script() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(nn.Sequential(nn.ReLU(), nn.Tanh())))
-    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = prepare_on(separate(), model, stock, placement=ON_CPU, precision="fp32")
-    optimizer.backward(model(torch.randn(4, WIDTH)).sum())
-    assert not optimizer.step().skipped
-    optimizer.close()
-
-
-def parameter_of(values: Tensor, start: int) -> UnitParameter:
-    slot = Slot("weight", tuple(values.shape), values.numel(), start)
-    return UnitParameter(nn.Parameter(values), 0, slot, counts=True)
-
-
-def test_a_parameter_that_shows_its_slot_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, parameter = torch.arange(20.0), parameter_of(torch.zeros(3, 3), 4)
-    parameter.point_to(buffer)
-    assert torch.equal(parameter.tensor, buffer[4:13].view(3, 3))
-    monkeypatch.setattr(UnitParameter, "view_in", lambda *_: pytest.fail("was made a view again"))
-    parameter.point_to(buffer)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        lambda own, buffer: own.t(),
-        lambda own, buffer: own.view(9),
-        lambda own, buffer: own.view(torch.int32),
-        lambda own, buffer: own.clone(),
-        lambda own, buffer: torch.zeros(20)[4:13].view(3, 3),
-        lambda own, buffer: buffer[5:14].view(3, 3),
-    ],
-)
-def test_a_parameter_that_shows_anything_else_is_made_its_view(given: Callable[[Tensor, Tensor], Tensor]) -> None:
-    buffer, parameter = torch.arange(20.0), parameter_of(torch.zeros(3, 3), 4)
-    parameter.point_to(buffer)
-    with torch.no_grad():
-        data = given(parameter.tensor.data, buffer)
-    if data.dtype != buffer.dtype:
-        parameter.tensor.requires_grad_(False)
-    parameter.tensor.data = data
-    parameter.point_to(buffer)
-    assert parameter.tensor.data_ptr() == buffer[4:].data_ptr()
-    assert (parameter.tensor.shape, parameter.tensor.stride()) == ((3, 3), (3, 1))
-    assert parameter.tensor.dtype == buffer.dtype

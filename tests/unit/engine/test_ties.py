@@ -86,7 +86,6 @@ def test_ties_are_the_same_parameter_on_every_way(master: str, tmp_path: Path) -
         second.load(tmp_path / "saved")
         assert same(shown(again, second), wanted), f"load into {other}"
         second.close()
-    optimizer.close()
 
 
 @pytest.mark.parametrize("master", MASTERS)
@@ -100,7 +99,6 @@ def test_an_average_is_shown_and_exported_by_the_same_rule(master: str, tmp_path
     penstock.export(tmp_path / "saved", tmp_path / "out", dtype="bf16", average=True)
     assert same(inside, away_from_zero(ties()))
     assert same(load_file(tmp_path / "out" / "model.safetensors")[name], inside)
-    optimizer.close()
 
 
 def test_a_frozen_parameter_and_one_that_is_given_back() -> None:

@@ -1,87 +1,53 @@
-"""optimizer.trace: what is in the file, what binds, and how it ends."""
+"""optimizer.trace: what is in the file, what binds, and how it ends. Times are those of a clock that tests move."""
 
 import contextlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import penstock
 from penstock.errors import ConfigError, EngineError
 from penstock.ext.observe.timeline import COMPUTE, RESOURCES
 from penstock.planner.simulation.program import OF_MODEL
 from penstock.runtime.aio import File
-from penstock.runtime.simulated import SimulatedStreams
-from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, STREAMS, UPDATE, UPLOAD, WRITE, Streams
-from tests.lib.engines import prepare_on
-from tests.lib.memory import disks, shorten_rings
+from penstock.runtime.streams import (
+    COLLECTIVE,
+    DOWNLOAD,
+    FETCH,
+    READ,
+    SAVE,
+    STREAMS,
+    UPDATE,
+    UPLOAD,
+    WRITE,
+    Event,
+    Streams,
+    Work,
+)
+from tests.lib.accelerator import FakeTime
+from tests.lib.engines import ON_CPU, ON_NVME, loss_of, prepared, train
+from tests.lib.memory import shorten_rings
+from tests.lib.models import Blocks
 from tests.lib.ranks import run_ranks
-from tests.lib.streams import inline, separate, simulated
+from tests.lib.refusals import Refusal, refused, rows
+from tests.lib.streams import LastingStreams, SeparateStreams, inline, separate, simulated
 
-WIDTH, DEPTH = 32, 3
-ROWS = ("compute", UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
-ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
-TILES = penstock.Options(tile_bytes=4 << 10)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.think: Callable[[], None] = lambda: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.think()
-        return x + self.down(torch.relu(self.up(x)))
+DEPTH = 3
+BLOCKS = [f"blocks.{number}" for number in range(DEPTH)]
+UNITS = {"root", *BLOCKS}
+ROWS = {"compute", UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE}
+VERBS = {"forward", "backward", "gather", "reduce", "save", "update", "publish", "wait"}
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-UNITS = {"root", *(f"blocks.{number}" for number in range(DEPTH))}
-
-
-def on_nvme() -> penstock.Placement:
-    return penstock.Placement(params="nvme", grads="nvme", optimizer="nvme", nvme_path=disks())
-
-
-def prepared(streams: Streams, placement: penstock.Placement = ON_CPU, **rest: Any) -> tuple[Model, Any]:
-    torch.manual_seed(0)
-    model = Model()
-    rest = {"options": TILES, "overlap": "forward", **rest}
-    return model, prepare_on(streams, model, torch.optim.AdamW(model.parameters()), placement=placement, **rest)
-
-
-def train(model: Model, optimizer: penstock.Optimizer, steps: int = 1) -> list[float]:
-    losses = []
-    for number in range(steps):
-        loss = model(torch.full((4, 8), 1.0 + number)).square().mean()
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def slow(*streams: str, seconds: float) -> SimulatedStreams:
-    """Each piece of work on these takes so long; nothing on the others."""
-    return SimulatedStreams(lambda stream, nbytes: seconds if stream in streams else 0.0)
+def traced(streams: Any = separate, **how: Any) -> tuple[Blocks, penstock.Optimizer]:
+    how = {"precision": "bf16", "overlap": "forward", **(how or ON_CPU)}
+    return prepared(lambda: Blocks(DEPTH, 32), streams, **how)
 
 
 class Drawn:
@@ -108,9 +74,100 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trace.json"
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Bytes that are read and written."""
+@pytest.mark.parametrize(
+    ("streams", "where"), [(inline, ON_NVME), (separate, ON_CPU), (simulated, ON_NVME), (simulated, {"params": "cpu"})]
+)
+def test_a_viewer_can_read_it(streams: Callable[[], Streams], where: dict[str, str], path: Path) -> None:
+    model, optimizer = traced(streams, **where)
+    train(model, optimizer)
+    with optimizer.trace(path) as report:
+        assert str(report) == "The trace is not over yet."
+        train(model, optimizer, 2)
+    assert optimizer._engine.context.streams.observer is None
+    text = path.read_text()
+    train(model, optimizer)
+    optimizer.close()
+    assert path.read_text() == text, "nothing is recorded after it"
+    drawn = Drawn(path)
+    assert set(drawn.rows) <= {*ROWS, "waiting"}
+    for row, events in drawn.rows.items():
+        over = 0.0
+        for event in events:
+            assert event["pid"] == 0
+            assert isinstance(event["tid"], int)
+            assert event["name"].split()[0] in VERBS
+            assert event["args"]["unit"] in UNITS
+            assert event["ts"] >= over - 1e-3, f"spans of row {row} overlap"
+            assert event["dur"] >= 0
+            over = event["ts"] + event["dur"]
+        assert over <= report.summary.seconds * 1e6 + 1e-3
+    assert drawn.file["otherData"]["text"] == str(report)
+    assert drawn.file["otherData"]["summary"] == json.loads(json.dumps(report.summary.to_dict()))
+
+
+def test_every_unit_is_gathered_computed_reduced_and_updated_and_bytes_are_the_traffic(path: Path) -> None:
+    model, optimizer = traced(simulated)
+    train(model, optimizer)
+    sizes = {unit.name: unit.nbytes for unit in optimizer._engine.context.units}
+    with optimizer.trace(path):
+        train(model, optimizer)
+    optimizer.close()
+    drawn = Drawn(path)
+    assert drawn.units(UPLOAD, "gather") == UNITS
+    assert drawn.units("compute", "forward") == UNITS
+    assert drawn.units("compute", "backward") == UNITS
+    assert drawn.units(COLLECTIVE, "reduce") == UNITS
+    assert drawn.units(DOWNLOAD, "save") == UNITS
+    assert drawn.units(UPDATE, "update") == UNITS
+    tiles = {event["args"]["tile"] for event in drawn.rows[UPDATE] if event["args"]["unit"] == "blocks.0"}
+    assert tiles == {0}, "its tiles are a stretch, called by the first one"
+    blocks = sum(sizes.values()) - sizes["root"]
+    assert drawn.nbytes(UPLOAD) == sizes["root"] + 2 * blocks, "blocks are gathered for forward and for backward"
+    assert drawn.nbytes(DOWNLOAD) == sum(sizes.values()), "the gradient in bf16, once"
+    assert drawn.nbytes(COLLECTIVE) == sum(sizes.values())
+    assert drawn.nbytes(READ, FETCH, WRITE) == 0
+
+
+def test_compute_goes_through_the_units_in_order(path: Path) -> None:
+    model, optimizer = traced()
+    with optimizer.trace(path):
+        train(model, optimizer)
+    optimizer.close()
+    names = [event["name"] for event in Drawn(path).rows["compute"]]
+    order = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
+    between = [name for block in BLOCKS for name in (f"forward {block}", "forward root")]
+    back = [f"backward {block}" for block in reversed(BLOCKS)]
+    expected = ["forward root", *between, "backward root", *back]
+    assert order[: len(expected)] == expected
+    assert set(order[len(expected) :]) <= {"backward root"}
+
+
+def test_an_update_on_the_device_is_compute(path: Path) -> None:
+    model, optimizer = traced(simulated, params="cpu")
+    with optimizer.trace(path):
+        train(model, optimizer)
+    optimizer.close()
+    drawn = Drawn(path)
+    assert drawn.units("compute", "update") == UNITS
+    assert UPDATE not in drawn.rows
+
+
+def test_every_stream_has_a_row() -> None:
+    assert {COMPUTE, OF_MODEL, *STREAMS} == set(RESOURCES)  # the second is of planned steps alone
+
+
+def test_a_save_is_drawn(path: Path, tmp_path: Path) -> None:
+    model, optimizer = traced(simulated)
+    with optimizer.trace(path) as report:
+        train(model, optimizer)
+        optimizer.save(tmp_path / "saved")
+    optimizer.close()
+    assert report.summary.rows[SAVE].nbytes > 0
+    assert "copies for a checkpoint" in str(report)
+
+
+def test_bytes_of_files_are_what_is_read_and_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_rings(monkeypatch)
     moved = {"read": 0, "write": 0}
 
     def counting(name: str) -> Callable[..., Any]:
@@ -124,338 +181,212 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
     for name in moved:
         monkeypatch.setattr(File, name, counting(name))
-    return moved
+    model, optimizer = traced(simulated, params="cpu", grads="cpu", optimizer="nvme")
+    train(model, optimizer)
+    optimizer.synchronize()
+    before = dict(moved)
+    with optimizer.trace(path) as report:
+        train(model, optimizer, 2)
+    read, written = (moved[name] - before[name] for name in ("read", "write"))
+    optimizer.close()
+    assert (Drawn(path).nbytes(FETCH), Drawn(path).nbytes(WRITE)) == (read, written)
+    assert report.summary.rows[FETCH].nbytes == read > 0
+    assert report.summary.rows[WRITE].nbytes == written > 0
 
 
-class TestFile:
-    @pytest.mark.parametrize("make_streams", [inline, separate, simulated])
-    @pytest.mark.parametrize("placement", [penstock.Placement, lambda: ON_CPU, on_nvme])
-    def test_a_viewer_can_read_it(
-        self, make_streams: Callable[[], Streams], placement: Callable[[], penstock.Placement], path: Path
-    ) -> None:
-        model, optimizer = prepared(make_streams(), placement())
-        train(model, optimizer)
-        with optimizer.trace(path) as report:
-            train(model, optimizer, steps=2)
-        optimizer.close()
-        drawn = Drawn(path)
-        assert set(drawn.rows) <= {*ROWS, "waiting"}
-        for row, events in drawn.rows.items():
-            over = 0.0
-            for event in events:
-                assert event["pid"] == 0
-                assert isinstance(event["tid"], int)
-                assert event["name"].split()[0] in {
-                    "forward", "backward", "gather", "reduce", "save", "update", "publish", "wait"
-                }  # fmt: skip
-                assert event["args"]["unit"] in UNITS
-                assert event["ts"] >= over - 1e-3, f"spans of row {row} overlap"
-                assert event["dur"] >= 0
-                over = event["ts"] + event["dur"]
-            assert over <= report.summary.seconds * 1e6 + 1e-3
-        assert drawn.file["otherData"]["text"] == str(report)
-        assert drawn.file["otherData"]["summary"] == json.loads(json.dumps(report.summary.to_dict()))
-
-    def test_every_unit_is_gathered_computed_reduced_and_updated(self, path: Path) -> None:
-        model, optimizer = prepared(simulated())
-        with optimizer.trace(path):
-            train(model, optimizer)
-        optimizer.close()
-        drawn = Drawn(path)
-        assert drawn.units(UPLOAD, "gather") == UNITS
-        assert drawn.units("compute", "forward") == UNITS
-        assert drawn.units("compute", "backward") == UNITS
-        assert drawn.units(COLLECTIVE, "reduce") == UNITS
-        assert drawn.units(DOWNLOAD, "save") == UNITS
-        assert drawn.units(UPDATE, "update") == UNITS
-        tiles = {(e["args"]["unit"], e["args"]["tile"]) for e in drawn.rows[UPDATE]}
-        numbers = {tile for unit, tile in tiles if unit == "blocks.0"}
-        assert numbers == {0}, "its five tiles are a stretch, called by the first one"
-
-    def test_compute_goes_through_the_units_in_order(self, path: Path) -> None:
-        model, optimizer = prepared(separate())
-        with optimizer.trace(path):
-            train(model, optimizer)
-        optimizer.close()
-        names = [event["name"] for event in Drawn(path).rows["compute"]]
-        order = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
-        inside = [f"forward blocks.{number}" for number in range(DEPTH)]
-        back = [f"backward blocks.{number}" for number in reversed(range(DEPTH))]
-        between = [name for block in inside for name in (block, "forward root")]
-        assert order == ["forward root", *between, "backward root", *back, *order[len(between) + 2 + DEPTH :]]
-        assert set(order[len(between) + 2 + DEPTH :]) <= {"backward root"}
-
-    def test_compute_is_idle_after_a_pass(self, path: Path) -> None:
-        model, optimizer = prepared(simulated())
-        with optimizer.trace(path) as report:
-            loss = model(torch.ones(4, 8)).sum()
-            time.sleep(0.2)
-            optimizer.backward(loss)
-            time.sleep(0.2)
-        optimizer.close()
-        events = Drawn(path).rows["compute"]
-        assert events[-1]["ts"] + events[-1]["dur"] < report.summary.seconds * 1e6 - 0.2e6
-        assert report.summary.rows["compute"].busy_seconds < report.summary.seconds - 0.4
-
-    def test_an_update_on_the_device_is_compute(self, path: Path) -> None:
-        model, optimizer = prepared(simulated(), penstock.Placement(params="cpu"))
-        with optimizer.trace(path):
-            train(model, optimizer)
-        optimizer.close()
-        drawn = Drawn(path)
-        assert drawn.units("compute", "update") == UNITS
-        assert UPDATE not in drawn.rows
-
-    def test_bytes_of_a_step_are_its_traffic(self, path: Path) -> None:
-        model, optimizer = prepared(simulated())
-        train(model, optimizer)
-        sizes = {unit.name: unit.nbytes for unit in optimizer._engine.context.units}
-        with optimizer.trace(path):
-            train(model, optimizer)
-        optimizer.close()
-        drawn = Drawn(path)
-        blocks = sum(sizes.values()) - sizes["root"]
-        assert drawn.nbytes(UPLOAD) == sizes["root"] + 2 * blocks, "blocks are gathered for forward and for backward"
-        assert drawn.nbytes(DOWNLOAD) == sum(sizes.values()), "the gradient in bf16, once"
-        assert drawn.nbytes(COLLECTIVE) == sum(sizes.values())
-        assert drawn.nbytes(READ, FETCH, WRITE) == 0
-
-    def test_every_stream_has_a_row(self) -> None:
-        assert {COMPUTE, OF_MODEL, *STREAMS} == set(RESOURCES)  # the second is of planned steps alone
-
-    def test_a_save_is_drawn(self, path: Path, tmp_path: Path) -> None:
-        model, optimizer = prepared(simulated())
-        with optimizer.trace(path) as report:
-            train(model, optimizer)
-            optimizer.save(tmp_path / "saved")
-        optimizer.close()
-        assert report.summary.rows[SAVE].nbytes > 0
-        assert "copies for a checkpoint" in str(report)
-
-    def test_bytes_of_files_are_what_is_read_and_written(
-        self, path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        shorten_rings(monkeypatch)
-        placement = penstock.Placement(params="cpu", grads="cpu", optimizer="nvme", nvme_path=disks())
-        model, optimizer = prepared(simulated(), placement)
-        train(model, optimizer)
-        optimizer.synchronize()
-        before = dict(counted)
-        with optimizer.trace(path) as report:
-            train(model, optimizer, steps=2)
-        read, written = counted["read"] - before["read"], counted["write"] - before["write"]
-        optimizer.close()
-        assert (Drawn(path).nbytes(FETCH), Drawn(path).nbytes(WRITE)) == (read, written)
-        assert report.summary.rows[FETCH].nbytes == read > 0
-        assert report.summary.rows[WRITE].nbytes == written > 0
-
-    @pytest.mark.parametrize("make_streams", [inline, simulated])
-    def test_training_is_the_same_under_a_trace(self, make_streams: Callable[[], Streams], path: Path) -> None:
-        def losses(traced: bool) -> list[float]:
-            model, optimizer = prepared(make_streams(), on_nvme())
-            found = train(model, optimizer, 2)
-            if traced:
-                with optimizer.trace(path):
-                    found += train(model, optimizer, 2)
-            else:
-                found += train(model, optimizer, 2)
+def test_training_is_the_same_under_a_trace(path: Path) -> None:
+    def losses(trace: bool) -> list[float]:
+        model, optimizer = traced(lambda: simulated(most_seconds=0.0005), **ON_NVME)
+        found = train(model, optimizer, 2)
+        with optimizer.trace(path) if trace else contextlib.nullcontext():
             found += train(model, optimizer, 2)
-            optimizer.close()
-            return found
-
-        assert losses(traced=True) == losses(traced=False)
-
-
-class TestWhatBinds:
-    """The slow resource is busy for some tenths of a second, whatever else the machine is doing."""
-
-    @pytest.mark.parametrize(
-        ("streams", "seconds", "placement", "name"),
-        [
-            ((READ, FETCH), 0.01, on_nvme, "NVMe reads"),
-            ((WRITE,), 0.01, on_nvme, "NVMe writes"),
-            ((UPDATE,), 0.02, lambda: ON_CPU, "host update"),
-            ((UPLOAD,), 0.05, lambda: ON_CPU, "host-to-device link"),
-            ((DOWNLOAD,), 0.1, lambda: ON_CPU, "device-to-host link"),
-            ((COLLECTIVE,), 0.1, lambda: ON_CPU, "links between ranks"),
-        ],
-    )
-    def test_the_slow_resource(
-        self,
-        streams: tuple[str, ...],
-        seconds: float,
-        placement: Callable[[], penstock.Placement],
-        name: str,
-        path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        shorten_rings(monkeypatch)
-        model, optimizer = prepared(slow(*streams, seconds=seconds), placement())
-        with optimizer.trace(path) as report:
-            train(model, optimizer)
+        found += train(model, optimizer, 2)
         optimizer.close()
-        assert report.summary.bound_by == name
-        assert str(report).startswith(f"bound by: {name}\n")
-        waited = {row: use.waited_seconds for row, use in report.summary.rows.items()}
-        assert max(waited, key=waited.__getitem__) in streams
+        return found
 
-    def test_compute_where_everything_else_is_fast(self, path: Path) -> None:
-        model, optimizer = prepared(slow(seconds=0))
-        for block in model.blocks:
-            block.think = lambda: time.sleep(0.25)
-        with optimizer.trace(path) as report:
-            train(model, optimizer)
-        optimizer.close()
-        assert report.summary.bound_by == "device compute"
+    assert losses(trace=True) == losses(trace=False)
 
-    def test_a_wait_names_what_was_waited_for_and_what_took_so_long(self, path: Path) -> None:
-        """Nothing is gathered ahead: each gather is waited for, and takes as long as its upload."""
-        options = penstock.Options(prefetch_bytes=0)
-        model, optimizer = prepared(slow(UPLOAD, seconds=0.02), options=options)
+
+# What binds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    clock = FakeTime()
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
+    return clock
+
+
+class Lasting(SeparateStreams):
+    """Each piece of work on a stream lasts a second."""
+
+    def __init__(self, clock: FakeTime, slow: str) -> None:
+        super().__init__(torch.device("cpu"))
+        self.clock, self.slow = clock, slow
+
+    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
+        def timed() -> Any:
+            self.clock.now += 1
+            return work()
+
+        return super().submit(stream, timed if stream == self.slow else work, **rest)
+
+
+@pytest.mark.parametrize(
+    ("slow", "name"),
+    [
+        (UPDATE, "host update"),
+        (UPLOAD, "host-to-device link"),
+        (DOWNLOAD, "device-to-host link"),
+        (COLLECTIVE, "links between ranks"),
+        (COMPUTE, "device compute"),
+    ],
+)
+def test_the_slow_resource_binds(slow: str, name: str, clock: FakeTime, path: Path) -> None:
+    model, optimizer = traced(Lasting(clock, slow))
+    if slow == COMPUTE:
+        model.blocks[1].register_forward_pre_hook(lambda *_: clock.sleep(1))
+    with optimizer.trace(path) as report:
         train(model, optimizer)
-        with optimizer.trace(path) as report:
-            train(model, optimizer)
-        optimizer.close()
-        waits = report.summary.waits
-        for number in range(DEPTH):
-            assert waits[f"gather blocks.{number} (upload)"] > 0.035, "once for forward, once for backward"
-        assert waits["gather root (upload)"] > 0.015
-        assert sum(waits.values()) < report.summary.seconds
+    optimizer.close()
+    assert report.summary.bound_by == name
+    assert str(report).startswith(f"bound by: {name}\n")
+    assert {row: use.busy_seconds for row, use in report.summary.rows.items() if use.busy_seconds} == {
+        slow: report.summary.seconds
+    }
 
-    def test_a_gather_from_a_slow_disk_waits_for_the_disk(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        shorten_rings(monkeypatch)
-        model, optimizer = prepared(slow(READ, seconds=0.02), on_nvme())
-        with optimizer.trace(path) as report:
-            train(model, optimizer)
-        optimizer.close()
-        waits = report.summary.waits
-        assert all(waits[f"gather blocks.{number} (read)"] > 0.05 for number in range(DEPTH))
-        waited = {row: use.waited_seconds for row, use in report.summary.rows.items()}
-        assert waited[READ] > 3 * waited[UPLOAD]
 
-    def test_work_of_before_is_not_in_it(self, path: Path) -> None:
-        """The update of the step before was still running, and the first gather waited for it."""
-        model, optimizer = prepared(slow(UPDATE, seconds=0.01))
+def test_compute_is_idle_after_a_pass(clock: FakeTime, path: Path) -> None:
+    model, optimizer = traced()
+    model.blocks[1].register_forward_pre_hook(lambda *_: clock.sleep(1))
+    with optimizer.trace(path) as report:
+        loss = loss_of(model)
+        clock.now += 10
+        optimizer.backward(loss)
+        clock.now += 20
+    optimizer.close()
+    assert report.summary.seconds == 31
+    assert report.summary.rows["compute"].busy_seconds == 1
+
+
+def test_a_wait_names_what_was_waited_for_and_what_took_so_long(clock: FakeTime, path: Path) -> None:
+    """Nothing is gathered ahead: each gather is waited for, and takes as long as its upload."""
+    model, optimizer = traced(LastingStreams(clock, UPLOAD), **ON_CPU, prefetch_bytes=0)
+    train(model, optimizer)
+    with optimizer.trace(path) as report:
         train(model, optimizer)
-        with optimizer.trace(path) as report, torch.no_grad():
-            model(torch.ones(4, 8))
-        optimizer.close()
-        assert UPDATE not in report.summary.rows
-        assert sum(report.summary.waits.values()) < 0.05, "the update takes 0.16 s"
+    optimizer.close()
+    twice = {f"gather {block} (upload)": 2.0 for block in BLOCKS}  # for forward and for backward
+    assert report.summary.waits == {"gather root (upload)": 1.0, **twice}
+    assert report.summary.seconds == 7
 
 
-class TestEnd:
-    def test_the_report_says_nothing_before(self, path: Path) -> None:
-        model, optimizer = prepared(inline())
-        with optimizer.trace(path) as report:
-            assert str(report) == "The trace is not over yet."
-            assert report.summary is None
-            train(model, optimizer)
-        assert str(report).startswith("bound by: ")
-        optimizer.close()
-
-    def test_an_exception_inside_leaves_the_trace(self, path: Path) -> None:
-        model, optimizer = prepared(simulated())
-        with contextlib.suppress(ZeroDivisionError), optimizer.trace(path) as report:
-            train(model, optimizer)
-            model.blocks[1].think = lambda: 1 / 0  # type: ignore[assignment]
-            train(model, optimizer)
-            pytest.fail("the exception of the block was lost")
-        assert Drawn(path).units(UPDATE, "update") == UNITS
-        assert report.summary is not None
-        model.blocks[1].think = lambda: None
+def test_a_gather_from_a_slow_disk_waits_for_the_disk(
+    clock: FakeTime, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit is one read, and none is read ahead."""
+    shorten_rings(monkeypatch)
+    model, optimizer = traced(LastingStreams(clock, READ), **ON_NVME, prefetch_bytes=0, tile_bytes=1 << 20)
+    with optimizer.trace(path) as report:
         train(model, optimizer)
-        with optimizer.trace(path):
-            train(model, optimizer)
-        optimizer.close()
+    optimizer.close()
+    summary = report.summary
+    waits = {cause: seconds for cause, seconds in summary.waits.items() if "gather block" in cause and seconds}
+    assert waits.keys() == {f"gather {block} (read)" for block in BLOCKS}
+    assert min(waits.values()) >= 1, "some are still in the ring for backward"
+    assert summary.rows[UPLOAD].waited_seconds == 0
+    assert summary.bound_by == "NVMe reads"
 
-    def test_after_it_nothing_is_recorded(self, path: Path) -> None:
-        model, optimizer = prepared(simulated())
-        with optimizer.trace(path):
-            train(model, optimizer)
-        assert optimizer._engine.context.streams.observer is None
-        size = path.stat().st_size
+
+def test_work_of_before_is_not_in_it(clock: FakeTime, path: Path) -> None:
+    """The update of the step before was still running, and the first gather waited for it."""
+    model, optimizer = traced(LastingStreams(clock, UPDATE))
+    train(model, optimizer)
+    with optimizer.trace(path) as report, torch.no_grad():
+        loss_of(model)
+    optimizer.close()
+    assert clock.now > 1000
+    assert UPDATE not in report.summary.rows
+    assert report.summary.waits == {}
+    assert report.summary.seconds < 1
+
+
+# How it ends
+
+
+def test_an_exception_inside_leaves_the_trace(path: Path) -> None:
+    model, optimizer = traced(simulated)
+    with contextlib.suppress(ZeroDivisionError), optimizer.trace(path) as report:
         train(model, optimizer)
-        optimizer.close()
-        assert path.stat().st_size == size
-
-    def test_closing_inside_ends_the_work(self, path: Path) -> None:
-        model, optimizer = prepared(simulated())
-        with optimizer.trace(path):
+        with model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0):
             train(model, optimizer)
-            optimizer.close()
-        assert Drawn(path).units(UPDATE, "update") == UNITS
-
-    def test_nothing_happened(self, path: Path) -> None:
-        _, optimizer = prepared(inline())
-        with optimizer.trace(path) as report:
-            pass
-        assert report.summary.rows == {}
-        assert not Drawn(path).rows
-        optimizer.close()
-
-
-class TestErrors:
-    def test_a_path_that_cannot_be_written_is_refused_before_the_block(self, tmp_path: Path) -> None:
-        _, optimizer = prepared(inline())
-        ran = []
-        missing = tmp_path / "missing" / "trace.json"
-        with pytest.raises(ConfigError) as caught, optimizer.trace(missing):
-            ran.append(1)
-        assert str(caught.value) == (
-            f"The trace cannot be written to '{missing}': No such file or directory. Give a file on a disk with space, "
-            "in a folder that exists and that you can write."
-        )
-        with pytest.raises(ConfigError, match="Is a directory"), optimizer.trace(tmp_path):
-            ran.append(1)
-        assert ran == []
-        assert optimizer._engine.context.streams.observer is None
-        optimizer.close()
-
-    def test_a_disk_that_is_full_at_the_end(self) -> None:
-        full = Path("/dev/full")
-        if not full.exists():
-            pytest.skip("this system has no /dev/full")
-        model, optimizer = prepared(inline())
-        with pytest.raises(ConfigError, match="'/dev/full': No space left on device"), optimizer.trace(full):
-            train(model, optimizer)
+        pytest.fail("the exception of the block was lost")
+    assert Drawn(path).units(UPDATE, "update") == UNITS
+    assert report.summary is not None
+    train(model, optimizer)
+    with optimizer.trace(path):
         train(model, optimizer)
         optimizer.close()
+    assert Drawn(path).units(UPDATE, "update") == UNITS, "closing inside ends the work"
 
-    def test_traces_do_not_nest(self, path: Path) -> None:
-        model, optimizer = prepared(inline())
-        with optimizer.trace(path) as report:
-            with (
-                pytest.raises(EngineError, match=r"trace\(\) was called inside another trace"),
-                optimizer.trace(path.with_name("inner.json")),
-            ):
-                pass
-            train(model, optimizer)
-        assert report.summary.rows["compute"].spans > 0
-        assert not path.with_name("inner.json").exists()
-        optimizer.close()
 
-    def test_closed(self, path: Path) -> None:
-        _, optimizer = prepared(inline())
-        optimizer.close()
-        with pytest.raises(EngineError, match=r"trace\(\) was called after close\(\)"):
-            optimizer.trace(path)
+def trace(path: str) -> Callable[[penstock.Optimizer, Path], None]:
+    def do(optimizer: penstock.Optimizer, folder: Path) -> None:
+        with optimizer.trace(folder / path):
+            pytest.fail("the block was entered")
+
+    return do
+
+
+def trace_inside(optimizer: penstock.Optimizer, folder: Path) -> None:
+    with optimizer.trace(folder / "outer.json"):
+        trace("inner.json")(optimizer, folder)
+
+
+def trace_after_close(optimizer: penstock.Optimizer, folder: Path) -> None:
+    optimizer.close()
+    trace("late.json")(optimizer, folder)
+
+
+REFUSED = {
+    "missing folder": Refusal(
+        trace("missing/trace.json"),
+        "missing/trace.json': No such file or directory. Give a file on a disk with space, in a folder that exists and "
+        "that you can write.",
+    ),
+    "a folder": Refusal(trace(""), "Is a directory"),
+    "inside another": Refusal(trace_inside, "trace() was called inside another trace", EngineError),
+    "after close": Refusal(trace_after_close, "trace() was called after close()", EngineError),
+}
+
+
+@rows(REFUSED)
+def test_what_cannot_be_traced_is_refused_before_the_block(row: Refusal, tmp_path: Path) -> None:
+    _, optimizer = traced(inline)
+    streams = optimizer._engine.context.streams
+    refused(row, optimizer, tmp_path)
+    assert streams.observer is None
+    assert {file.name for file in tmp_path.iterdir()} <= {"outer.json"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_disk_that_is_full_at_the_end() -> None:
+    model, optimizer = traced(inline)
+    with pytest.raises(ConfigError, match="'/dev/full': No space left on device"), optimizer.trace("/dev/full"):
+        train(model, optimizer)
+    train(model, optimizer)
 
 
 def trace_on_a_rank(rank: int, folder: str) -> tuple[str, set[str]]:
-    model, optimizer = prepared(simulated())
+    model, optimizer = traced(simulated)
     with optimizer.trace(Path(folder, "all.json")) as report:
         train(model, optimizer)
     with optimizer.trace(Path(folder, "rank-{rank}.json")):
         train(model, optimizer)
-    error = ""
-    try:
-        with optimizer.trace(Path(folder, "missing", "all.json")):
-            train(model, optimizer)
-    except penstock.PenstockError as refused:
-        error = str(refused)
+    with pytest.raises(penstock.PenstockError) as caught, optimizer.trace(Path(folder, "missing", "all.json")):
+        train(model, optimizer)
     optimizer.close()
-    return error, set(report.summary.rows)
+    return str(caught.value), set(report.summary.rows)
 
 
 def test_of_two_ranks_one_writes_or_each(tmp_path: Path) -> None:

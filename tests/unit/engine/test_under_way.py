@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.engine.step import owner_thread
 from tests.lib.covering import covering
-from tests.lib.engines import prepare_on
+from tests.lib.engines import ON_CPU, prepared
+from tests.lib.models import batch_of, seeded
 from tests.lib.streams import inline, separate, simulated
 
 WIDTH = 16
-ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 
 
 class Model(nn.Module):
@@ -40,13 +40,10 @@ class Model(nn.Module):
         return x
 
 
-def prepared(make: Any = separate, **rest: Any) -> tuple[Model, penstock.Optimizer, Tensor]:
-    torch.manual_seed(0)
-    model = Model(**rest)
-    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def under_way(make: Any = separate, **how: Any) -> tuple[Model, penstock.Optimizer, Tensor]:
     units = lambda name, module: name.startswith("blocks.")  # noqa: E731
-    optimizer = prepare_on(make(), model, stock, placement=ON_CPU, precision="fp32", units=units)
-    return model, optimizer, torch.randn(4, WIDTH)
+    model, optimizer = prepared(seeded(lambda: Model(**how)), make, units=units, **ON_CPU)
+    return model, optimizer, batch_of(model)
 
 
 def train(model: Model, optimizer: penstock.Optimizer, x: Tensor) -> float:
@@ -78,8 +75,8 @@ def together(*works: Callable[[], Any]) -> list[BaseException]:
 
 @pytest.mark.parametrize("make", [separate, simulated])
 def test_threads_that_hold_a_lock_take_turns(make: Any) -> None:
-    model, optimizer, x = prepared(make)
-    other_model, other, _ = prepared()
+    model, optimizer, x = under_way(make)
+    other_model, other, _ = under_way()
     expected = [train(other_model, other, x) for _ in range(6)]
     lock = threading.Lock()
     norms: list[float] = []
@@ -103,13 +100,11 @@ def test_threads_that_hold_a_lock_take_turns(make: Any) -> None:
     assert together(trains, infers, infers, looks) == []
     assert norms == expected
     assert all(values.isfinite().all() for values in found)
-    optimizer.close()
-    other.close()
 
 
 def test_forward_backward_and_step_may_be_in_one_thread_each() -> None:
-    model, optimizer, x = prepared()
-    other_model, other, _ = prepared()
+    model, optimizer, x = under_way()
+    other_model, other, _ = under_way()
     expected = [train(other_model, other, x) for _ in range(2)]
     losses: list[Tensor] = []
     norms: list[float] = []
@@ -119,15 +114,13 @@ def test_forward_backward_and_step_may_be_in_one_thread_each() -> None:
         assert together(lambda: norms.append(optimizer.step().grad_norm)) == []
         optimizer.zero_grad()
     assert norms == expected
-    optimizer.close()
-    other.close()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_another_thread_is_refused_by_name_and_disturbs_nothing(where: str) -> None:
     """Whatever it calls: a part of the model, the whole, a backward, a method; also while autograd computes again."""
-    model, optimizer, x = prepared(checkpointed=where == "backward")
-    other_model, other, _ = prepared()
+    model, optimizer, x = under_way(checkpointed=where == "backward")
+    other_model, other, _ = under_way()
     expected = [train(other_model, other, x) for _ in range(2)]
     graph = model.blocks[0](x).sum()
     said: list[str] = []
@@ -146,8 +139,6 @@ def test_another_thread_is_refused_by_name_and_disturbs_nothing(where: str) -> N
         assert f"' called {called} while thread 'MainThread' is inside " in text, text
         assert "hold a lock around forward, backward and step in both threads, or prepare a model for each." in text
     assert [norm, train(model, optimizer, x)] == expected
-    optimizer.close()
-    other.close()
 
 
 class Interrupt(BaseException):
@@ -182,8 +173,8 @@ def test_after_an_interrupt_everything_works(
         find = owner_thread._runs_as_long
         monkeypatch.setattr(owner_thread, "_is_autograds", lambda: True)
         monkeypatch.setattr(owner_thread, "_runs_as_long", lambda m: None if owner_thread.in_backward() else find(m))
-    model, optimizer, x = prepared(checkpointed=where == "recomputed")
-    other_model, other, _ = prepared()
+    model, optimizer, x = under_way(checkpointed=where == "recomputed")
+    other_model, other, _ = under_way()
     assert train(model, optimizer, x) == train(other_model, other, x)
     raising = Once(2, skip=1 if where == "recomputed" else 0, error=error)
     if where == "gradient":
@@ -203,17 +194,14 @@ def test_after_an_interrupt_everything_works(
     optimizer.zero_grad()
     assert train(model, optimizer, x) == train(other_model, other, x)
     optimizer.load(tmp_path / "one")
-    optimizer.close()
-    other.close()
 
 
 def test_an_interrupt_in_another_thread_does_not_stop_this_one() -> None:
-    model, optimizer, x = prepared()
+    model, optimizer, x = under_way()
     model.watch = Once(1)
     errors = together(lambda: model(x))
     assert [type(error) for error in errors] == [KeyboardInterrupt]
     assert train(model, optimizer, x) > 0
-    optimizer.close()
 
 
 # What may be called in the middle of a forward or a backward: a name for what is refused, or nothing.
@@ -254,7 +242,7 @@ def test_every_public_method_is_in_the_table() -> None:
 @pytest.fixture
 def table(tmp_path: Path) -> Any:
     """A model to be called in, and each method with its arguments."""
-    model, optimizer, x = prepared()
+    model, optimizer, x = under_way()
     train(model, optimizer, x)
     optimizer.save(tmp_path / "path")
     named = {
@@ -321,7 +309,7 @@ def test_in_the_middle_of_things_each_method_works_or_refuses_by_name(table: Any
 @pytest.mark.parametrize("keep_params", [True, False])
 @pytest.mark.parametrize("make", [inline, separate])
 def test_backward_through_a_graph_of_a_closed_optimizer_is_a_named_error(make: Any, keep_params: bool) -> None:
-    model, optimizer, x = prepared(make)
+    model, optimizer, x = under_way(make)
     loss = model(x).square().mean()
     inside = model.blocks[2](model.blocks[1](x))
     optimizer.close(keep_params=keep_params)
@@ -331,11 +319,3 @@ def test_backward_through_a_graph_of_a_closed_optimizer_is_a_named_error(make: A
     if keep_params:
         model(x).square().mean().backward()
         assert model.blocks[1].weight.grad is not None
-
-
-def test_close_where_something_would_be_lost_is_refused_and_changes_nothing() -> None:
-    model, optimizer, x = prepared()
-    with optimizer.gathered(modify=True), pytest.raises(penstock.EngineError, match=r"inside gathered\(modify=True\)"):
-        optimizer.close()
-    assert train(model, optimizer, x) > 0
-    optimizer.close()

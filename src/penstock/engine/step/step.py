@@ -263,7 +263,7 @@ class Stepper:
                     )
             left = [tile for unit, plan in plans.items() for tile in self._rest(unit, plan, scale, begun.get(unit))]
             if self._sharing is not None:
-                left = self._sharing.divide(left)
+                left = self._sharing.divide(left, forwards=self._forwards)
             tiles: dict[Unit, list[TileUpdate]] = {unit: [] for unit in plans}
             for tile in left:
                 tiles[tile.unit].append(tile)

@@ -456,8 +456,12 @@ class UpdateSharing:
         self._clock: Clock | None = None
         self._race: _Race | None = None
 
-    def divide(self, tiles: Sequence[TileUpdate]) -> list[TileUpdate]:
+    def divide(self, tiles: Sequence[TileUpdate], *, forwards: bool = True) -> list[TileUpdate]:
         """Mark the tiles of a step that the device updates, and join neighbours to tile ranges.
+
+        Arguments:
+            tiles: the updates, in order.
+            forwards: False if they will be submitted in the opposite order.
 
         Returns:
             All tiles, in the same order.
@@ -485,7 +489,7 @@ class UpdateSharing:
             divided += group
         if self._steps_left:
             self._clock = self._clock or self._streams.device_clock()
-            self._race = _Race([tile for tile in divided if tile.divisible], self._clock)
+            self._race = _Race([tile for tile in divided[:: 1 if forwards else -1] if tile.divisible], self._clock)
         return divided
 
     def _group(self, tiles: Sequence[TileUpdate], number: int) -> list[TileUpdate]:
@@ -511,7 +515,7 @@ class _Race:
             own = [tile for tile in tiles if tile.streamed is streamed]
             self._numels[streamed] = sum(run.stop - run.start for tile in own for run in tile.runs)
             if own:
-                own[-1].then = partial(self._end, streamed)  # tiles of one side are updated in order
+                own[-1].then = partial(self._end, streamed)  # tiles of one side are updated as they are submitted
 
     def _end(self, streamed: bool) -> None:
         self._ends[streamed] = self._clocks[streamed].mark()
