@@ -23,11 +23,16 @@ from penstock.runtime.aio import File, Queue, Transfer, check_space, checksum, e
 from penstock.runtime.host_memory import PAGE_BYTES
 from tests.lib.fuzz import examples
 from tests.lib.interrupts import interrupt
-from tests.lib.memory import memory
+from tests.lib.memory import freeze_heap, memory
 from tests.lib.refusals import Refusal, refused, rows
 
 MIB = 1 << 20
 CHUNK_BYTES = MIB
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    freeze_heap()
 
 
 @pytest.fixture
@@ -356,7 +361,6 @@ def test_a_buffer_outlives_its_transfer_whatever_is_raised(tmp_path, kind):
                 raise KeyboardInterrupt
             return transfer
 
-    gc.freeze()  # what other tests have left: each collection would walk through all of it
     for line in range(60):
         submitted = 0
         queue = Queue(1, chunk_bytes=CHUNK_BYTES)
@@ -372,7 +376,6 @@ def test_a_buffer_outlives_its_transfer_whatever_is_raised(tmp_path, kind):
             queue.close()
         gc.collect()
         assert held() is None, happened.where
-    gc.unfreeze()
     assert not happened.where, "all lines were met"
 
 

@@ -1,6 +1,5 @@
 """Waits that are added up by stream: whose fault they are, and that nothing is kept for them."""
 
-import gc
 import threading
 import time
 import weakref
@@ -51,7 +50,6 @@ def test_a_chain_of_events_is_let_go_of() -> None:
     last.synchronize()
     streams.submit(UPLOAD, lambda: None, after=[last]).synchronize()
     streams.submit(UPLOAD, lambda: None).synchronize()
-    gc.collect()
     assert not gone.alive
     assert last.job.before == ()  # type: ignore[attr-defined]
     streams.close()

@@ -1,6 +1,5 @@
 """What an observer sees of each back end: when work ran, what it followed, who waited for it."""
 
-import gc
 import math
 import threading
 import time
@@ -170,7 +169,6 @@ class TestWork:
             event.wait()
             late.submit(UPLOAD, lambda: None).wait()
             del buffer
-            gc.collect()
             assert gone() is None
 
     def test_events_go_on_after_the_trace(self, late):

@@ -49,10 +49,6 @@ def test_equal_plans_differ_in_nothing():
     assert "  busy: host-to-device link    4.20 ms" in below
 
 
-def test_what_differs_in_the_fourth_digit_is_the_same():
-    assert parts(compare(DESKTOP, plan(step_s=4.1201)))[0] == ["nothing differs"]
-
-
 def test_a_plan_that_does_not_fit_says_what_it_lacks():
     above, _ = parts(compare(DESKTOP, too_large()))
     assert above[0] == "differs: first -> second"
@@ -65,8 +61,3 @@ def test_a_plan_for_another_run_shows_what_it_is_for():
     above, _ = parts(compare(DESKTOP, other))
     assert names(above[1:]) >= {"planned for", "model"}
     assert "-> laptop, fp32, stage 1, one of 4 ranks on 2 hosts" in " ".join(" ".join(above).split())
-
-
-def test_a_cpu_has_one_column_for_its_memory():
-    above, _ = parts(compare(DESKTOP, plan(device="cpu")))
-    assert "  tiers: device | host | nvme -> host | nvme" in above

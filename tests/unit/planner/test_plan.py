@@ -1,6 +1,7 @@
 """`plan`: limits hold, more is never worse, each argument changes what it should; and the words of a plan."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,11 @@ def test_the_same_question_has_the_same_answer_and_a_trace_where_one_is_asked_fo
 ) -> None:
     assert planned(placement=ON_HOST, trace=tmp_path / "step.json").to_json() == on_host.to_json()
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    assert [event for event in events if event["ph"] == "X"]
+    threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"upload", "download", "update"} <= threads
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    with pytest.raises(ConfigError, match=r"^The trace cannot be written: "):
+        planned(placement=ON_HOST, trace=tmp_path)
 
 
 def test_what_can_be_told_computes_again_where_the_device_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +133,12 @@ def test_micro_batches_take_longer_and_updates_have_the_threads_that_were_asked_
     assert several.batch == "2 of ids int64[8, 16]"
     ids = torch.zeros(4, 8, dtype=torch.long)
     assert planned(placement=Placement(), batch=lambda: ids).batch == "int64[4, 8]"
+
+
+def test_who_plans_is_not_warned_of_memory_that_is_not_pinned() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert planned(placement=ON_HOST, machine=desktop().replace(pinnable_memory=1 << 16)).fits
 
 
 def test_the_users_model_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import math
 import re
 from dataclasses import fields, replace
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -43,13 +42,15 @@ def test_the_fields_of_the_contract_come_first():
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
+        ("lacks", lambda: Shortfall("gpu", 1), "'tier' is 'gpu': use one of 'device'"),
+        ("lacks", lambda: Shortfall("cpu", 0), "'bytes' is 0: use a whole number, 1 or more"),
+        ("why", lambda: Reason("stage", "3", "2", math.inf), "'cost_s' is inf: use a finite number"),
+        ("what_ifs", lambda: WhatIf("a disk", "0.2"), "'saved_s' is '0.2': use a finite number"),
         ("placement", "cpu", "'placement' is 'cpu': use an object"),
         ("overlap", "sometimes", "'overlap' is 'sometimes': use one of 'none', 'forward', 'backward', 'auto'"),
         ("options", 3, "'options' is 3: use an object"),
-        ("world_size", 1.5, "'world_size' is 1.5: use a whole number"),
         ("mesh", {"pp": 1}, "'mesh.pp' is no key that is read. Correct it, or leave it out."),
         ("mesh", {"tp": 0}, "'mesh.tp' is 0: use a whole number, 1 or more"),
-        ("mesh", [2], "'mesh' is [2]: use an object"),
         (
             "mesh",
             {"dp_replicate": 2, "dp_shard": 3},
@@ -57,49 +58,22 @@ def test_the_fields_of_the_contract_come_first():
         ),
         ("hosts", 2, "world_size=1 and hosts=2 contradict each other"),
         ("fits", False, "fits=False and 0 lacks contradict each other"),
-        ("lacks", (Shortfall("cpu", 1),), "fits=True and 1 lacks contradict each other"),
         ("lacks", ("cpu",), "'lacks[0]' is 'cpu': use an object"),
         ("step_s", math.nan, "'step_s' is nan: use a finite number, 0 or more"),
-        ("step_s", 10**400, "'step_s' is a number of"),
         ("step_s", 5, "step_range_s=(3.81, 4.52) and step_s=5 contradict each other"),
         ("step_range_s", 4, "'step_range_s' is 4: use a list"),
-        ("bound_by", None, "'bound_by' is None: use a text"),
         ("written_bytes", {"cpu": -1}, "'written_bytes.cpu' is -1: use a whole number, 0 or more"),
         ("unified_memory", 1, "'unified_memory' is 1: use true or false"),
         ("bytes", {"gpu": 1}, "'bytes.gpu' is no key that is read. Did you mean 'cpu'?"),
-        ("peak_bytes", {"cpu": 1.0}, "'peak_bytes.cpu' is 1.0: use a whole number"),
-        ("busy_s", {"host update": "3"}, "'busy_s.host update' is '3': use a finite number"),
         ("busy_s", {3: 3}, "'busy_s.a name' is 3: use a text"),
-        ("kind_bytes", {"params": {"ram": 1}}, "'kind_bytes.params.ram' is no key that is read"),
         ("stage", 4, "'stage' is 4: use one of 0, 1, 2, 3"),
-        ("precision", "fp8", "'precision' is 'fp8': use one of 'fp32', 'bf16', 'fp16'"),
         ("machine_fingerprint", {"cpu": {1, 2}}, "'machine_fingerprint' is nothing that JSON can hold"),
         ("why", (DESKTOP.what_ifs[0],), "'why[0]' is WhatIf("),
-        ("rounding_notes", (1,), "'rounding_notes[0]' is 1: use a text"),
-        ("tokens_per_s", Fraction(1, 2), "'tokens_per_s' is Fraction"),
     ],
 )
 def test_what_no_plan_can_say_is_refused_by_name(field, value, words):
     with pytest.raises(ConfigError) as refused:
-        plan(**{field: value})
-    assert words in said(refused)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Shortfall("gpu", 1), "'tier' is 'gpu': use one of 'device'"),
-        (lambda: Shortfall("cpu", 0), "'bytes' is 0: use a whole number, 1 or more"),
-        (lambda: Shortfall("cpu", 1, None), "'change' is None: use a text"),
-        (lambda: Reason("stage", 3, "2"), "'chosen' is 3: use a text"),
-        (lambda: Reason("stage", "3", "2", math.inf), "'cost_s' is inf: use a finite number"),
-        (lambda: WhatIf("a disk", "0.2"), "'saved_s' is '0.2': use a finite number"),
-        (lambda: WhatIf(None), "'name' is None: use a text"),
-    ],
-)
-def test_the_parts_of_a_plan_are_checked_too(make, words):
-    with pytest.raises(ConfigError) as refused:
-        make()
+        plan(**{field: [value()] if callable(value) else value})
     assert words in said(refused)
 
 
@@ -161,7 +135,6 @@ class TestPrepare:
             ("cuda", 0.25, "auto", 0.25),
             ("cuda", 0.0, "auto", 0.0),
             ("cpu", 0.0, "auto", "auto"),
-            ("cpu", 0.0, 0.5, 0.5),
         ],
     )
     def test_auto_says_nothing_of_streamed_updates_and_a_cpu_has_none(self, device, planned, said, merged):
@@ -175,27 +148,16 @@ class TestPrepare:
         merged = made.prepare_arguments(users)["options"]
         assert merged == replace(users, streamed_updates=0.25, checksums=False)
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("prefetch_bytes", 0),
-            ("live_bytes", 1 << 20),
-            ("persistent_bytes", 1),
-            ("tile_bytes", 1 << 20),
-            ("pinned_bytes", 0),
-            ("update_threads", 3),
-            ("streamed_updates", 0.5),
-            ("io_queue_depth", 1),
-            ("state_dtype", "int8"),
-        ],
-    )
-    def test_an_option_that_the_plan_is_for_cannot_be_another(self, name, value):
-        assert name in PLANNED_OPTIONS
-        assert set(PLANNED_OPTIONS) <= {field.name for field in fields(Options)}
-        planned = getattr(Options(), name)
-        words = f"Options({name}) is {value!r} here and {planned!r} in the plan. Leave it out, or plan again"
-        with pytest.raises(ConfigError, match=re.escape(words)):
-            DESKTOP.prepare_arguments(Options(**{name: value}))
+    def test_an_option_that_the_plan_is_for_cannot_be_another(self):
+        others = {"prefetch_bytes": 0, "live_bytes": 1 << 20, "persistent_bytes": 1, "tile_bytes": 1 << 20}
+        others |= {"pinned_bytes": 0, "update_threads": 3, "io_queue_depth": 1, "state_dtype": "int8"}
+        others |= {"streamed_updates": 0.5}
+        assert others.keys() <= set(PLANNED_OPTIONS) <= {field.name for field in fields(Options)}
+        for name, value in others.items():
+            planned = getattr(Options(), name)
+            words = f"Options({name}) is {value!r} here and {planned!r} in the plan. Leave it out, or plan again"
+            with pytest.raises(ConfigError, match=re.escape(words)):
+                DESKTOP.prepare_arguments(Options(**{name: value}))
 
     def test_an_overlap_that_the_plan_is_for_cannot_be_another_and_one_that_does_not_fit_prepares_nothing(self):
         with pytest.raises(ConfigError, match="overlap is 'none' here and 'forward' in the plan"):
@@ -217,7 +179,6 @@ class TestCheck:
         ("run", "words"),
         [
             ({"world_size": 4}, "The plan is for world size 1, this run has 4: plan again with penstock plan."),
-            ({"stage": 2}, "The plan is for stage 3, this run has 2: plan again"),
             ({"precision": "fp32"}, "The plan is for precision bf16, this run has fp32: plan again"),
             ({"stage": 1, "world_size": 2}, "for world size 1, this run has 2; for stage 3, this run has 1: plan"),
             ({"machine": {"cores": 8}}, "for a machine whose cores is 16, here it is 8: plan again"),
@@ -244,9 +205,8 @@ class TestCheck:
         with pytest.raises(ConfigError) as refused:
             check(hybrid, net(), world_size=2)
         assert said(refused) == "The plan is for world size 8, this run has 2: plan again with penstock plan."
-        check(
-            plan(world_size=8, stage=0), net(), world_size=8, stage=0, sizes={**sizes, "dp_replicate": 8, "dp_shard": 1}
-        )
+        copies = {**sizes, "dp_replicate": 8, "dp_shard": 1}
+        check(plan(world_size=8, stage=0), net(), world_size=8, stage=0, sizes=copies)
 
     def test_what_only_one_fingerprint_says_is_not_compared(self):
         for machine in (None, {}, {"kernel": "6.1"}, {"cores": 16, "accelerators": ("RTX 4090",)}):
@@ -269,7 +229,6 @@ class TestFingerprint:
         "other",
         [
             net(bias=False),
-            net(width=4),
             net(dtype=torch.bfloat16),
             nn.Sequential(*net(), nn.Linear(1, 1)),
             nn.ModuleDict({"0": net()[0], "2": net()[1]}),
@@ -294,8 +253,6 @@ class TestFingerprint:
         tied[1].weight = tied[0].weight
         assert model_fingerprint(tied).startswith("1 tensors, 9 parameters, 9 trained, digest ")
         assert model_fingerprint(tied) != model_fingerprint(apart)
-        alone = nn.Sequential(nn.Linear(3, 3, bias=False))
-        assert model_fingerprint(tied) != model_fingerprint(alone)
 
     def test_wrappers_that_recompute_or_compile_do_not_count(self):
         plain, wrapped = net(), net()

@@ -18,7 +18,7 @@ from penstock.planner.rates import RATES, Rate
 from penstock.probe import measure as probing
 from penstock.probe.measure import measure
 from penstock.runtime.control_group import ControlGroup
-from tests.lib.memory import disks
+from tests.lib.memory import disks, freeze_heap
 
 CPU = torch.device("cpu")
 #: What a machine without an accelerator has; links are the others'.
@@ -63,6 +63,7 @@ def resident_bytes() -> int:
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     (disk,) = disks()
+    freeze_heap()
     # A folder of its own: other processes have swap folders in that one, and what ended ones have left is cleared.
     with tempfile.TemporaryDirectory(dir=disk) as folder:
         yield measured_in(Path(folder))

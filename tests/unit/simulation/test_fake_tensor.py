@@ -1,6 +1,5 @@
 """Fake tensors: plain tensors with addresses and without memory, known by their storage."""
 
-import gc
 import resource
 from pathlib import Path
 
@@ -85,7 +84,6 @@ def test_a_mark_lasts_as_long_as_the_storage_whatever_its_size() -> None:
     mark(kept)
     for _ in range(500):
         mark(torch.zeros(3))
-    gc.collect()
     assert is_fake(kept)
     assert len(space().marked) <= 150, "marks of what is gone are forgotten"
 

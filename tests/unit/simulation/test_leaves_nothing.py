@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import penstock.planner
 from penstock.errors import ConfigError
+from tests.lib.memory import freeze_heap
 
 
 class Stop(nn.Module):
@@ -110,6 +111,7 @@ def planned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def once() -> None:
     """What is imported, and made once for all, is there."""
     planned(*trained())
+    freeze_heap()
 
 
 @pytest.mark.parametrize(
