@@ -26,7 +26,6 @@ from penstock.runtime.streams import (
     UPLOAD,
     WRITE,
     Event,
-    HostEvent,
     InlineStreams,
     PendingEvent,
     Streams,
@@ -34,14 +33,10 @@ from penstock.runtime.streams import (
 )
 from penstock.trace import Label
 from tests.lib.accelerator import FakeAccelerator
-from tests.lib.streams import simulated, until_waited_for
+from tests.lib.streams import BrokenError, simulated, until_waited_for
 
 CPU = torch.device("cpu")
 TICK = 0.02  # seconds
-
-
-class BrokenError(Exception):
-    pass
 
 
 class Transfer:
@@ -135,17 +130,6 @@ class TestWork:
             event.wait()
         (span,) = found[0].spans
         assert span.stop == transfer.ended
-
-    def test_transfers_of_a_late_stream_end_with_the_transfer(self, late):
-        with recorded(late) as found:
-            late.submit(READ, partial(Transfer, 2 * TICK))
-        assert seconds(found[0].spans[0]) >= 3 * TICK
-
-    def test_without_an_observer_events_are_the_streams_own(self, late):
-        assert isinstance(late.submit(UPLOAD, lambda: None), HostEvent)
-        with recorded(late):
-            assert not isinstance(late.submit(UPLOAD, lambda: None), HostEvent)
-        assert isinstance(late.submit(UPLOAD, lambda: None), HostEvent)
 
     def test_work_that_failed_is_in_it_and_its_error_where_it_was(self, late):
         def fail() -> None:
