@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from penstock.runtime.simulated import SimulatedStreams, poison
-from penstock.runtime.streams import DOWNLOAD, UPDATE, UPLOAD, copy
-from tests.parity.waits import DroppingStreams
+from penstock.runtime.streams import DOWNLOAD, UPDATE, UPLOAD
 
 
 def wait_for(gate: threading.Event) -> None:
@@ -35,40 +34,6 @@ def test_poison_is_nan_in_every_floating_dtype_and_all_ones_else(dtype):
     assert (values.isnan() if dtype.is_floating_point else values.eq(-1)).all()
 
 
-def test_what_work_overwrites_is_nan_until_it_has_run(streams, gate):
-    target, begun = torch.zeros(4), threading.Event()
-
-    def work() -> None:
-        begun.set()
-        gate.wait()
-        copy(target, torch.ones(4))
-
-    event = streams.submit(UPLOAD, work, writes=(target,))
-    begun.wait()
-    assert target.isnan().all()
-    assert not event.done()
-    gate.set()
-    event.wait()
-    assert target.eq(1).all()
-
-
-def test_poison_comes_after_the_work_that_this_one_follows(streams, gate):
-    shared, read = torch.ones(4), torch.zeros(4)
-
-    def slow_read() -> None:
-        gate.wait()
-        copy(read, shared)
-
-    reading = streams.submit(DOWNLOAD, slow_read)
-    overwriting = streams.submit(
-        UPLOAD, lambda: copy(shared, torch.full((4,), 2.0)), after=(reading,), writes=(shared,)
-    )
-    gate.set()
-    overwriting.synchronize()
-    assert read.eq(1).all()
-    assert shared.eq(2).all()
-
-
 def test_a_buffer_is_nan_from_lease_and_after_release(streams):
     buffer = torch.ones(4)
     streams.allocate(buffer)
@@ -87,29 +52,6 @@ def test_a_buffer_that_work_still_writes_cannot_change_hands(streams, gate, verb
     gate.set()
     event.wait()
     getattr(streams, verb)(buffer)
-
-
-def test_every_wait_is_noted_by_its_place_and_can_be_dropped(gate):
-    def use(streams: DroppingStreams) -> bool:
-        event = streams.submit(UPLOAD, lambda: wait_for(gate))
-        later = streams.submit(DOWNLOAD, lambda: None, after=(event,))
-        event.wait()
-        return later.done() or not gate.is_set()
-
-    streams = DroppingStreams(lambda stream, nbytes: 0.0)
-    threading.Timer(0.02, gate.set).start()
-    use(streams)
-    streams.close()
-    line = use.__code__.co_firstlineno
-    name = use.__code__.co_filename
-    assert streams.seen == {f"{name}:{line + 2}#0", f"{name}:{line + 3}"}
-
-    gate.clear()
-    dropping = DroppingStreams(lambda stream, nbytes: 0.0, f"{name}:{line + 3}")
-    assert use(dropping), "returns while the gate is closed"
-    assert not gate.is_set()
-    gate.set()
-    dropping.close()
 
 
 def test_close_runs_an_update_that_still_has_copies_to_submit():

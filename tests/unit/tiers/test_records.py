@@ -93,15 +93,6 @@ def test_never_written_tiles_are_zeros_whatever_the_buffer_held(file: File) -> N
     ]
 
 
-@pytest.mark.parametrize("checksums", [True, False])
-def test_what_was_written_is_read(file: File, checksums: bool) -> None:
-    storage = records(file, checksums=checksums)
-    number(storage)
-    for start, stop, views in storage.visit(0, NUMEL):
-        for kind, view in zip(storage.plan.cells, views, strict=True):
-            assert torch.equal(view.long(), torch.arange(start // kind.grain, -(-stop // kind.grain)) % 100)
-
-
 @pytest.mark.parametrize(
     ("start", "stop", "pieces"),
     [
