@@ -56,19 +56,6 @@ def test_a_lease_outlives_the_arena_that_gave_it():
     assert allocate.eq(7).all()
 
 
-def test_what_a_device_copies_from_is_touched_whole_and_registered_once(monkeypatch):
-    pinned = pinning_on_cpu(monkeypatch)
-    arena = Arena(5 * PAGE_BYTES, CPU)
-    assert (arena.pinned, arena.pageable, list(pinned.values())) == (True, False, [5 * PAGE_BYTES])
-    assert list(pinned) == [arena.allocate(1, torch.int8).data_ptr()]
-    arena.close()
-    arena.close()
-    assert pinned == {}
-    left = Arena(5 * PAGE_BYTES, CPU, pin=False)
-    assert (left.pinned, left.pageable, pinned) == (False, True, {})
-    left.close()
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_pages_are_faulted_in_to_the_last_one(monkeypatch, threads):
     monkeypatch.setattr(machine_arena, "TOUCH_BYTES", 2 * PAGE_BYTES)

@@ -97,14 +97,6 @@ def seconds(span: TraceSpan) -> float:
 
 
 class TestWork:
-    def test_inline_work_is_seen_where_it_runs(self, inline):
-        with recorded(inline) as found:
-            assert inline.submit(UPLOAD, sleep, nbytes=12, label=Label("gather", "a")) is DONE
-        (span,) = found[0].spans
-        assert (span.row, str(span.label), span.nbytes, span.inline) == (UPLOAD, "gather a", 12, True)
-        assert seconds(span) >= TICK
-        assert found[0].start <= span.start < span.stop <= found[0].stop
-
     def test_late_work_is_seen_with_its_delay_on_its_stream(self, late):
         with recorded(late) as found:
             first = late.submit(READ, lambda: None, label=Label("gather", "a", tile=0))
@@ -223,17 +215,6 @@ class TestWaits:
             event.synchronize()
         (wait,) = found[0].waits
         assert wait.stop > wait.start
-
-
-class TestTurns:
-    def test_what_compute_turned_to(self, inline):
-        with recorded(inline) as found:
-            assert inline.observer is not None
-            inline.observer.turn_to(Label("forward", "a"))
-            inline.compute(sleep, label=Label("update", "a", tile=0))
-        assert [str(what) for _, what in found[0].compute] == ["forward a", "update a tile 0", ""]
-        (update,) = [s for s in TraceTimeline(found[0]).rows["compute"] if str(s.label) == "update a tile 0"]
-        assert seconds(update) >= TICK
 
 
 class TestEnd:

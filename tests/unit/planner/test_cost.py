@@ -229,12 +229,6 @@ def test_collectives(case: str) -> None:
     assert found.uses == pytest.approx(uses)
 
 
-def test_hosts_say_which_links_ranks_have() -> None:
-    costs = MachineCosts(Machine(**RATES | {"devices": 1}))
-    for hosts, used in ((1, "links between ranks"), (4, "network")):
-        assert set(costs.meeting(GATHER, replace(DEVICE, world_size=4, hosts=hosts)).uses) == {used}
-
-
 def test_the_host_of_a_device_spends_what_a_submission_takes() -> None:
     assert MachineCosts(MACHINE).submit_seconds(DEVICE) == 0.125
     assert MachineCosts(MACHINE).submit_seconds(CPU) == 0

@@ -275,17 +275,6 @@ def test_a_file_that_is_not_a_machines_is_refused(tmp_path: Path, content: str |
     assert refusal(Machine.read, file).startswith(f"{file} is not read{says}")
 
 
-def test_no_more_is_read_than_a_machine_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "machine.json"
-    with open(file, "wb") as opened:
-        opened.truncate(1 << 30)  # takes no space
-    taken: list[int] = []
-    monkeypatch.setattr(json, "loads", lambda text, **_: taken.append(len(text)))
-    said = refusal(Machine.read, file)
-    assert said == f"{file} is not read: it has more than 1,048,576 bytes. Mend it, or name another file."
-    assert taken == []
-
-
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for file, says in {
         "/dev/zero": "/dev/zero is not read: it is no file",

@@ -12,10 +12,10 @@ import torch
 from penstock.config import Options, Placement, TierName
 from penstock.planner import search as searching
 from penstock.planner.machine import Machine
-from penstock.planner.search import Placements, Search, _choices, find_best, fractions_of, given
+from penstock.planner.search import Placements, Search, _choices, find_best, fractions_of
 from penstock.planner.trials import Trials, placement_of
 from penstock.planner.workload import KINDS, TIERS, Choice, Flow, Fractions, Limits, StepWorkload
-from tests.lib.planning import ON_HOST, Tellable, asked
+from tests.lib.planning import Tellable, asked
 
 GIB = 1 << 30
 
@@ -232,17 +232,6 @@ def test_every_placement_that_is_tried_is_one_and_none_is_tried_twice() -> None:
             assert sum(placement.home(kind).values()) == pytest.approx(1, abs=1e-9)
 
 
-def test_the_same_search_has_the_same_end_with_the_fastest_first() -> None:
-    one, other = search_of(hidden={"device": GIB}), search_of(hidden={"device": GIB})
-    assert one.tried == other.tried
-    steps = [trial.timing.step_s for trial in one.fitting]
-    assert steps == sorted(steps)
-    assert len(steps) == len(one.tried) - sum(excess(one))
-    roomy = search_of(limits=Limits(dict.fromkeys(TIERS, 1 << 40)), longer=lambda choice: 1.0)
-    assert len(roomy.tried) == 1, "it stops once nothing is expected to be better"
-    assert roomy.fitting[0].timing.step_s <= busy_s(ALL, LARGE)
-
-
 def test_a_choice_whose_steps_are_longer_than_estimated_gives_way() -> None:
     """Each is simulated once or twice; which is best is told by steps, not by the formula."""
     for slow in WORKLOADS:
@@ -306,16 +295,6 @@ def test_in_one_memory_nothing_is_on_the_host() -> None:
 
 
 # The same with the engine.
-
-
-def test_what_is_given_is_looked_at_alone() -> None:
-    request = asked(device_bytes=100_000)
-    best = given(request, Trials(request), ON_HOST)
-    assert best.trial.placement == ON_HOST
-    assert best.lacking is not None
-    excess = request.limits.excess(best.trial.peak_bytes)
-    assert best.lacking.missing == excess
-    assert excess["device"] > 0
 
 
 def test_what_no_simulation_has_shown_to_fit_is_never_said_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
