@@ -111,8 +111,8 @@ def test_close_runs_what_is_queued_and_ends_the_threads(name, accelerator):
     timer = threading.Timer(0.02, transfer.end)
     timer.start()
     streams.close()
-    timer.join()
     assert sorted(ran) == sorted(STREAMS)
+    timer.join()
     assert set(threading.enumerate()) == before
     assert name != "accelerator" or accelerator.log[-1] == "host waits for all"
 
