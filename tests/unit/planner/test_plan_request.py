@@ -20,6 +20,10 @@ class Meta(nn.Module):
         self.weight.sum().item()
 
 
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
 def no_module() -> Any:
     return 3
 
@@ -50,9 +54,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case: str) -> None:
     changes, words = REFUSED[case]
-    model: Any = {**changes}.pop("model", lambda: nn.Linear(2, 2))
     with pytest.raises(ConfigError) as refused:
-        asked(model, **{name: value for name, value in changes.items() if name != "model"})
+        asked(**{"model": linear, **changes})
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -60,11 +63,7 @@ def test_refusals(case: str) -> None:
 @pytest.mark.parametrize("name", ["placement", "plan", "batch"])
 def test_arguments_of_prepare_that_no_plan_is_made_for_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}= is no argument of prepare\(\) that a plan is made for"):
-        asked(lambda: nn.Linear(2, 2), arguments={name: None})
-
-
-def linear() -> nn.Module:
-    return nn.Linear(2, 2)
+        asked(linear, arguments={name: None})
 
 
 class TestLimits:
@@ -95,7 +94,7 @@ def test_rules_over_whole_parameters_have_no_plan(form: str) -> None:
     """The update of a matrix is made of products, and no figure of a machine says how long these take."""
     optimizer = Lamb if form == "class" else Lamb([nn.Parameter(torch.zeros(2, 2))])
     with pytest.raises(ConfigError, match=r"^Lamb looks at whole parameters, and a plan times updates by their bytes"):
-        asked(lambda: nn.Linear(2, 2), optimizer=optimizer)
+        asked(linear, optimizer=optimizer)
     model = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match=r"^Lamb looks at whole parameters"):
         penstock.prepare(model, Lamb(model.parameters()), placement="auto", batch=lambda: torch.zeros(2, 4))
