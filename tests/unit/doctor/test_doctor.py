@@ -143,17 +143,6 @@ def test_verdicts(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert says in finding.found + finding.mend
 
 
-def test_nodes_that_the_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, cores in enumerate(("0-1", "2-3", "4-5")):
-        (tmp_path / f"node{number}").mkdir()
-        (tmp_path / f"node{number}" / "cpulist").write_text(cores)
-    monkeypatch.setattr(looks, "core_quota", lambda: None)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    assert "on 2 NUMA nodes" in only(looks.cores(tmp_path)).found
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert "NUMA" not in only(looks.cores(tmp_path)).found
-
-
 @pytest.mark.parametrize("folder", ["missing\x1b[1m", "a\0b", "file"])
 def test_folders_that_are_none(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()

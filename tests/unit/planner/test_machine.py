@@ -302,14 +302,7 @@ def test_a_name_is_of_a_machine_that_comes_along_wherever_one_is(
     assert Machine.read("mine") == machine()
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("h100", "h100-node"),
-        ("zzzzzz", ""),
-        ("x" * 500, ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "near"), [("h100", "h100-node"), ("zzzzzz", ""), ("x" * 500, "")])
 def test_a_name_that_is_none_is_told_the_nearest_and_all(name: str, near: str) -> None:
     message = refusal(Machine.read, name)
     assert message.startswith("There is no machine or file '")

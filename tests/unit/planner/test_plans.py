@@ -131,11 +131,7 @@ class TestPrepare:
 
     @pytest.mark.parametrize(
         ("device", "planned", "said", "merged"),
-        [
-            ("cuda", 0.25, "auto", 0.25),
-            ("cuda", 0.0, "auto", 0.0),
-            ("cpu", 0.0, "auto", "auto"),
-        ],
+        [("cuda", 0.25, "auto", 0.25), ("cuda", 0.0, "auto", 0.0), ("cpu", 0.0, "auto", "auto")],
     )
     def test_auto_says_nothing_of_streamed_updates_and_a_cpu_has_none(self, device, planned, said, merged):
         made = plan(device=device, options=Options(streamed_updates=planned))

@@ -5,15 +5,7 @@ import math
 import pytest
 
 from penstock import ConfigError
-from penstock.planner.rates import (
-    RATES,
-    UNITS,
-    Rate,
-    check_value,
-    parse_rate,
-    shown,
-    write_value,
-)
+from penstock.planner.rates import RATES, UNITS, Rate, check_value, parse_rate, shown, write_value
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,7 @@ def test_a_share_of_updates_that_is_said_is_that_of_every_choice_and_a_cpu_strea
 
 # A step of 20 bytes a second over the link, ...
 
-RATES: Mapping[Flow, float] = {
-    "upload": 10,
-    "download": 10,
-    "read": 4,
-    "write": 2,
-    "update": 20,
-    "device update": 1000,
-}
+RATES: Mapping[Flow, float] = {"upload": 10, "download": 10, "read": 4, "write": 2, "update": 20, "device update": 1000}
 SMALL = StepWorkload(
     params_bytes=20,
     own_params_bytes=20,

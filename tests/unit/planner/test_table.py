@@ -10,13 +10,7 @@ from penstock.planner.formatting import aligned, seconds, share, signed, size
 from penstock.planner.plans import Reason, Shortfall, WhatIf, block, explain, shortfalls_in_words
 from tests.lib.plans import DESKTOP, GIB, MIB, plan, too_large
 
-MEASURED = {
-    "step": 4.9,
-    "host update": 4.1,
-    "device compute": 2.11,
-    "NVMe reads": 0.31,
-    "host-to-device link": 0.0043,
-}
+MEASURED = {"step": 4.9, "host update": 4.1, "device compute": 2.11, "NVMe reads": 0.31, "host-to-device link": 0.0043}
 OUTSIDE = "what is not traced (data, loss, Python)"
 
 

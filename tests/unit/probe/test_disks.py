@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError, NvmeError
-from penstock.probe.disks import (
-    _BOTH,
-    _READ,
-    _WRITTEN,
-    _Disk,
-    check_folders,
-    file_system,
-    free_space,
-    measure_disks,
-)
+from penstock.probe.disks import _BOTH, _READ, _WRITTEN, _Disk, check_folders, file_system, free_space, measure_disks
 from penstock.probe.sampling import Deadline
 from penstock.runtime import aio
 from penstock.runtime.aio import File, Queue

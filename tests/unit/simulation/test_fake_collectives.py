@@ -59,13 +59,7 @@ CALLS: dict[str, tuple[Work, str, int, tuple[int, ...], float]] = {
     "functional sum": (functional("all_reduce", "sum"), "all_reduce", 1, (8, 2), RANKS),
     "functional mean": (functional("all_reduce", "avg"), "all_reduce", 1, (8, 2), 1),
     "functional gather": (functional("all_gather_into_tensor", RANKS), "all_gather", RANKS, (32, 2), 1),
-    "functional reduction": (
-        functional("reduce_scatter_tensor", "sum", RANKS),
-        "reduce_scatter",
-        1,
-        (2, 2),
-        RANKS,
-    ),
+    "functional reduction": (functional("reduce_scatter_tensor", "sum", RANKS), "reduce_scatter", 1, (2, 2), RANKS),
     "functional exchange": (functional("all_to_all_single", EVEN, EVEN), "all_to_all", 1, (8, 2), 1),
 }
 

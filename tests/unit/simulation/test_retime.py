@@ -181,11 +181,7 @@ CASES = {
         inline=[False, False, True],
     ),
     "a collective is issued by its caller who waits": Case(
-        "inline",
-        "read 3 disk 0; collective 2 after 0",
-        [(0, 3), (3, 5)],
-        inline=[False, True],
-        waits=[Wait(0, 0, 3)],
+        "inline", "read 3 disk 0; collective 2 after 0", [(0, 3), (3, 5)], inline=[False, True], waits=[Wait(0, 0, 3)]
     ),
 }
 

@@ -11,7 +11,6 @@ from penstock.runtime import host_memory
 from penstock.tiers.host import HostTier, bounce_bytes
 from penstock.tiers.storage import CellPlan, MemorySegment, SegmentPlan
 from penstock.tiers.tier import Store
-from tests.accounts import cells
 from tests.lib.memory import pinning_on_cpu
 
 CPU = torch.device("cpu")
@@ -43,18 +42,6 @@ def pinned_homes(tier: HostTier) -> list[str]:
     for allocation in allocations.values():
         allocation.close()
     return storages
-
-
-def test_everything_is_pinned_where_nothing_forbids_it(monkeypatch):
-    pinned = pinning_on_cpu(monkeypatch)
-    tier = HostTier(CPU, 710 * PAGE, tile_bytes=PAGE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = take(tier, *PLANS)
-    assert sorted(pinned.values()) == [pages * PAGE for pages in (10, 100, 100, 100, 400)], "in exact size"
-    assert tier.pinned_bytes == 710 * PAGE
-    assert [segment.bounce for segment in made.values()] == [None] * 5
-    assert tier.own == ()
 
 
 def test_a_budget_goes_first_to_what_a_device_copies_in_every_step(monkeypatch):
@@ -139,17 +126,3 @@ def test_a_device_that_memory_cannot_be_registered_for_gets_torch_s_own_for_the_
     assert made["staging"].bounce is None
     assert made["param"].bounce is not None
     assert made["param"].bounce() is made["optimizer"].bounce()
-
-
-def test_the_table_counts_the_buffers_and_gives_them_back(monkeypatch):
-    pinned = pinning_on_cpu(monkeypatch)
-    store = Store([HostTier(CPU, tile_bytes=PAGE)])
-    made = store.reserve([PLANS[0]], pin=False).make(PLANS[0])
-    rows = [(cell.kind, cell.nbytes, allocation.pinned) for plan, allocation, _ in store.table() for cell in plan.cells]
-    assert rows == [("param", 100 * PAGE, False)] + [("staging", PAGE, True)] * (RING // PAGE)
-    store.leave(made)
-    store.free(made)
-    assert len(cells(store)) == RING // PAGE, "kept for the next"
-    store.close()
-    assert pinned == {}
-    assert list(store.table()) == []

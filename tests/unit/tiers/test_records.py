@@ -86,11 +86,7 @@ def test_never_written_tiles_are_zeros_whatever_the_buffer_held(file: File) -> N
         for view in views:
             view.fill_(7)
     seen = [(first, last, [int(v.count_nonzero()) for v in views]) for first, last, views in storage.visit(0, NUMEL)]
-    assert seen == [
-        (0, TILE, [TILE, TILE, 4, TILE]),
-        (TILE, 2 * TILE, [0, 0, 0, 0]),
-        (2 * TILE, NUMEL, [0, 0, 0, 0]),
-    ]
+    assert seen == [(0, TILE, [TILE, TILE, 4, TILE]), (TILE, 2 * TILE, [0, 0, 0, 0]), (2 * TILE, NUMEL, [0, 0, 0, 0])]
 
 
 @pytest.mark.parametrize(
