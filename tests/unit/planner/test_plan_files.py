@@ -107,17 +107,6 @@ def test_what_is_no_plan_is_refused(content, words, tmp_path):
     assert words in said_of(written(tmp_path, content))
 
 
-def test_a_long_message_is_cut_and_a_strange_name_is_on_one_line(tmp_path):
-    said_of(edited(tmp_path, placement={"params": {"x" * 100_000: 1}}))
-    said_of(edited(tmp_path, busy_s={"x" * 100_000: "1"}))
-    file = tmp_path / "a\nb.json"
-    file.write_text("{}")
-    with pytest.raises(ConfigError) as refused:
-        Plan.read(file)
-    said = 'it has no "penstock": "plan", so it is no plan. Mend it, or name another file.'
-    assert str(refused.value) == f"{tmp_path}/a\\nb.json is not read: {said}"
-
-
 def test_the_text_of_a_plan_is_read_as_its_file_is(tmp_path):
     assert Plan.from_json(TEXT) == Plan.read(written(tmp_path, b"\xef\xbb\xbf" + TEXT.encode())) == DESKTOP
     with pytest.raises(ConfigError, match=r"it is \[\] in JSON"):

@@ -100,24 +100,6 @@ def test_a_placement_is_kept_in_one_way_and_its_homes_to_the_bit():
     assert plan(placement=Placement()).placement == Placement()
 
 
-def test_texts_of_a_plan_steer_no_terminal():
-    made = plan(bound_by="disk\x1b[2J\nof\rmine", waits_s={"fetch a\nb": 1}, rounding_notes=["a\tb"], machine="m" * 999)
-    assert made.bound_by == "disk\\x1b[2J\\nof\\rmine"
-    assert list(made.waits_s) == ["fetch a\\nb"]
-    assert made.rounding_notes == ("a\\tb",)
-    assert made.machine == "m" * 297 + "..."
-    assert all(line.isprintable() for line in str(made).splitlines())
-
-
-def test_numbers_are_kept_as_what_they_are():
-    made = plan(
-        step_s=4, step_range_s=[4, 5], tokens_per_s=-0.0, busy_s={"b": 1, "a": 2}, bytes={"nvme": 1, "device": 2}
-    )
-    assert (type(made.step_s), made.step_range_s, str(made.tokens_per_s)) == (float, (4.0, 5.0), "0.0")
-    assert list(made.busy_s.items()) == [("a", 2.0), ("b", 1.0)]
-    assert list(made.bytes.items()) == [("device", 2), ("nvme", 1)]
-
-
 class TestPrepare:
     def test_the_plan_decides_what_nobody_said_and_saying_the_same_is_no_conflict(self):
         options = Options(streamed_updates=0.25, tile_bytes=1 << 20, checksums=False)

@@ -6,7 +6,7 @@ from textwrap import dedent
 import pytest
 
 from penstock import Options, Placement
-from penstock.planner.formatting import aligned, seconds, share, signed, size
+from penstock.planner.formatting import seconds, share, signed, size
 from penstock.planner.plans import Reason, Shortfall, WhatIf, block, explain, shortfalls_in_words
 from tests.lib.plans import DESKTOP, GIB, MIB, plan, too_large
 
@@ -198,14 +198,6 @@ def test_more_than_15_percent_differ_where_they_matter(name, times, differs):
 )
 def test_numbers_have_three_digits_and_a_unit(text, words):
     assert text == words
-
-
-def test_only_the_last_cell_of_a_row_may_be_longer_than_its_column():
-    assert aligned([["a", "b", "c"], ["long", "x"], ["d", "a text over all"]]) == [
-        "a       b    c",
-        "long    x",
-        "d       a text over all",
-    ]
 
 
 def test_the_page_shows_a_plan_its_reasons_and_its_end_as_they_are_printed():

@@ -59,22 +59,6 @@ def test_every_plan_becomes_cells_of_zeros_on_its_tier_in_order() -> None:
     assert list(store.table()) == []
 
 
-def test_a_section_has_a_cell_for_each_kind() -> None:
-    plan = segment(
-        "optimizer", Tier.CPU, ("exp_avg", torch.uint8, 1), ("exp_avg_scale", torch.float32, 256), numel=1024
-    )
-    store = Store([DeviceTier(CPU), HostTier(CPU)])
-    made = store.reserve([plan]).make(plan)
-    assert [plan for plan, *_ in store.table()] == [made.plan] == [plan]
-    assert [made.tile_range(number) for number in range(made.tiles)] == [(0, 512), (512, 1024)]
-    for first, last, (codes, scales) in made.visit(256, 1024, modify=True):
-        assert (first, last, codes.numel(), scales.numel()) == (256, 1024, 768, 3)
-        scales.fill_(2.0)
-    ((_, _, (_, scales)),) = made.visit(0, 1024)
-    assert scales.tolist() == [0, 2, 2, 2]
-    store.close()
-
-
 class Watched(TierMemory):
     """Notes what another tier's slabs go through."""
 
