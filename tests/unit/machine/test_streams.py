@@ -326,16 +326,6 @@ class TestAcceleratorStreams:
                 worker.submit(lambda wrong=wrong: wrong() and None).synchronize()
         worker.close()
 
-    def test_compute_that_turns_to_another_stream_follows_the_one_before(self, streams, accelerator):
-        streams.submit(UPLOAD, lambda: None)
-        with accelerator.stream(accelerator.Stream("another")):
-            accelerator.log.clear()
-            streams.follow_current_stream()
-            streams.follow_current_stream()
-            assert accelerator.log == ["another waits for compute"]
-            streams.submit(UPLOAD, lambda: None)
-        assert accelerator.log[1:] == ["upload waits for another"]
-
     def test_gathers_have_memory_of_the_uploads(self, streams, accelerator):
         seen = []
         storage = torch.UntypedStorage.resize_
@@ -364,14 +354,6 @@ class TestAcceleratorStreams:
         accelerator.over = True
         streams.submit(DOWNLOAD, lambda: None)
         assert gone() is None
-
-    def test_host_work_after_device_work_waits_for_the_device_on_its_thread(self, streams, accelerator):
-        copied = streams.submit(DOWNLOAD, lambda: None)
-        names: list[str] = []
-        written = streams.submit(WRITE, lambda: names.append(threading.current_thread().name), after=(copied,))
-        written.synchronize()
-        assert accelerator.log[-1] == "host waits for download"
-        assert names == ["penstock-write"]
 
 
 def test_a_worker_keeps_no_buffer_alive_while_it_waits():
