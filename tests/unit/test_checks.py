@@ -3,7 +3,6 @@
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +15,8 @@ import penstock
 import penstock.construct
 import penstock.preparing
 from penstock import ConfigError, EngineError, MemoryBudgetError, Options, Placement, checks
-from penstock.blueprint import draw_blueprint, request_for
-from penstock.runtime.topology import Grid, Reach
 from penstock.tiers.host import DeviceTier, HostTier
-from tests.lib.engines import assert_same_state, loss_of, prepared, squared, state, train
+from tests.lib.engines import loss_of, prepared, squared
 from tests.lib.models import Blocks
 from tests.lib.refusals import Refusal, refused, refused_unchanged, rows
 from tests.lib.streams import inline, simulated
@@ -379,17 +376,6 @@ def test_an_nvme_path_that_is_not_there_leaves_the_model_alone(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_gathered_with_a_unit_is_what_spans_it():
-    model = nn.ModuleList([Blocks(), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))])
-    for linear in model[1]:
-        linear.bias.requires_grad_(False)  # two units of one module that has none inside
-    model[1][0].weight = model[1][2].weight  # a unit of two blocks
-    units = draw_blueprint(model, adamw(model), request_for(model), Grid(), Reach(aliases_host=False)).units
-    for needs in combinations([(plan.spec, 2**number) for number, plan in enumerate(units)], 2):
-        around = [(sum(n for other, n in needs if other.spans(spec)), spec.name) for spec, _ in needs]
-        assert checks.most_needed(needs) == max(around)
-
-
 def test_pinned_memory_has_a_budget_of_its_own():
     with pytest.raises(MemoryBudgetError) as caught:
         checks.check_pinned_memory(500_000, 4096, torch.device("cuda"), Options(pinned_bytes=30_000, tile_bytes=4096))
@@ -591,35 +577,4 @@ def test_sparse_gradients_are_refused():
     with pytest.raises(EngineError) as caught:
         optimizer.backward(loss_of(model))
     assert str(caught.value) == "Parameter '0.weight' got a sparse gradient. Build its embedding with sparse=False."
-    optimizer.close()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("streams", [inline, simulated])
-def test_steps_that_change_nothing(streams, precision):
-    """Without a gradient; and with one that is not finite, in each of the ways that it can be."""
-    model, optimizer = prepared(Blocks, streams, precision=precision, max_grad_norm=1.0, params="cpu", optimizer="cpu")
-    train(model, optimizer)
-    before = state(model, optimizer)
-
-    result = optimizer.step()
-    assert (result.grad_norm, result.skipped) == (0.0, False)
-    assert_same_state(state(model, optimizer), before)
-
-    weight = model.blocks[1].up.weight
-    for bad in (float("nan"), float("inf"), -float("inf"), None):
-        optimizer.backward(loss_of(model) if bad is not None else squared(model(torch.full((2, 8), float("nan")))))
-        if bad is not None:
-            gradient = optimizer.full_grad(weight)
-            gradient[3, 3] = bad
-            optimizer.set_full_grad(weight, gradient)
-        result = optimizer.step()
-        assert result.skipped
-        assert result.grad_norm != result.grad_norm
-        optimizer.zero_grad()
-        assert_same_state(state(model, optimizer), before)
-
-    optimizer.backward(loss_of(model))
-    assert not optimizer.step().skipped
-    assert not torch.equal(optimizer.full_param(weight), before["blocks.1.up.weight"])
     optimizer.close()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import ConfigError
 from penstock.optim import Lamb, MuonAdamW
-from penstock.rules import StateFormat, rule_for
 from tests.lib.refusals import Refusal, refused, rows
 
 MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 brought it")
@@ -136,53 +135,6 @@ def test_a_tensor_as_learning_rate_is_each_groups_own() -> None:
     optimizer = MuonAdamW(Model(), lr=torch.tensor(0.8), split={"*.qkv_proj.weight": 3})
     torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda _: 0.5, lambda _: 0.25])
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.8, 0.4, 0.2])
-
-
-@MUON
-def test_its_rule_is_its_step() -> None:
-    from tests.unit.rules.test_whole import segment_of
-
-    model = Model()
-    optimizer = MuonAdamW(model, lr=0.02, adamw_lr=0.003, split={"*.qkv_proj.weight": 3})
-    rule = rule_for(optimizer)
-    assert [spec.name for spec in rule.states] == ["momentum_buffer", "exp_avg", "exp_avg_sq"]
-    assert rule.whole
-    assert [(g["rule"], g.get("split")) for g in optimizer.param_groups] == [
-        ("muon", None),
-        ("muon", 3),
-        ("adamw", None),
-    ]
-    before = {p: p.detach().clone() for p in model.parameters()}
-    set_grads(model, 1)
-    optimizer.step()
-    for group in optimizer.param_groups:
-        part = rule.part(group)
-        assert part.whole == (group["rule"] == "muon")
-        for p in group["params"]:
-            update_slice = segment_of(part, before[p], padding=0)
-            assert p.grad is not None
-            update_slice.grad.copy_(p.grad.flatten())
-            part.update(update_slice, rule.step_scalars(group, 1), 1.0, None)
-            if part.whole:
-                assert torch.equal(update_slice.param.view(p.shape), p)
-            else:
-                torch.testing.assert_close(update_slice.param.view(p.shape), p.detach(), rtol=1e-6, atol=1e-7)
-
-
-def test_groups_of_the_union_say_which_part() -> None:
-    optimizer = MuonAdamW(Model())
-    rule = rule_for(optimizer, StateFormat("int8"))
-    assert [spec.dtype for spec in rule.states] == [torch.uint8] * 3
-    with pytest.raises(ConfigError, match="A parameter group of MuonAdamW says 'rule': 'muon' or 'adamw'"):
-        rule.part({"rule": "sgd"})
-    assert rule.state_shape("exp_avg", (4, 5)) == (4, 5)
-    assert rule.state_shape("momentum_buffer", (4,)) is None
-    assert rule.part(optimizer.param_groups[0]).state_shape("exp_avg", (4, 5)) is None
-    assert rule.working_bytes((4, 5)) == rule.part(optimizer.param_groups[0]).working_bytes((4, 5)) > 0
-    assert rule.working_bytes((4,)) == rule.part(optimizer.param_groups[-1]).working_bytes((4,)) == 0
-    optimizer.param_groups[-1]["capturable"] = True
-    with pytest.raises(ConfigError, match="Parameter group 1: capturable=True"):
-        rule_for(optimizer)
 
 
 def test_groups_are_added_saved_and_loaded() -> None:

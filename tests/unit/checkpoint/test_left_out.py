@@ -152,25 +152,6 @@ def test_a_base_in_parts_is_not_taken_for_whole(tmp_path: Path) -> None:
     optimizer.close()
 
 
-def test_adapters_in_parts_are_mended_by_adapters(tmp_path: Path) -> None:
-    model, optimizer = prepared()
-    for name in ("one", "two"):
-        step(model, optimizer)
-        optimizer.save(tmp_path / name, frozen=False)
-    expected = step(model, optimizer)
-    (data,) = (tmp_path / "two").glob("*.tiles")
-    intact = data.read_bytes()
-    data.write_bytes(bytes(byte ^ 1 for byte in intact))
-    with pytest.raises(CheckpointError):
-        optimizer.load(tmp_path / "two", verify=False)
-    optimizer.load(tmp_path / "one")
-    step(model, optimizer)
-    data.write_bytes(intact)
-    optimizer.load(tmp_path / "two")
-    assert step(model, optimizer) == expected
-    optimizer.close()
-
-
 @pytest.mark.parametrize(
     ("saved", "name", "text"),
     [

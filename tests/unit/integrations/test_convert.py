@@ -291,20 +291,6 @@ FSDP_1: Mapping[str, Any] = {
         "fsdp_use_orig_params": True,
     },
 }
-FSDP_2 = {
-    **AROUND,
-    "distributed_type": "FSDP",
-    "mixed_precision": "no",
-    "num_machines": 1,
-    "fsdp_config": {
-        "fsdp_version": 2,
-        "fsdp_activation_checkpointing_offload": True,
-        "fsdp_offload_params": False,
-        "fsdp_reshard_after_forward": False,
-        "fsdp_mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": "float32", "output_dtype": "fp32"},
-        "fsdp_something_new": 1,
-    },
-}
 BLOCK: Mapping[str, Any] = {
     **AROUND,
     "distributed_type": "DEEPSPEED",
@@ -336,19 +322,6 @@ def test_version_1() -> None:
         "--nproc-per-node 8 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --nnodes 2 --rdzv-backend static"
     )
     assert f": torchrun {launch} -m penstock launch --config p.yaml train.py\n" in report(converted, "p.yaml")
-
-
-def test_version_2() -> None:
-    converted = convert_accelerate(FSDP_2)
-    assert converted.arguments == {
-        "stage": 2,
-        "placement": {"activations": "cpu"},
-        "precision": "fp32",
-        "reduce_dtype": "fp32",
-    }
-    policy = "fsdp_config.fsdp_mixed_precision_policy.output_dtype"
-    assert notes(converted, "unknown") == {policy, "fsdp_config.fsdp_something_new"}
-    assert converted.launch["nproc-per-node"] == 16
 
 
 def test_its_block_for_deepspeed() -> None:
@@ -443,13 +416,6 @@ def test_the_printed_file_is_yaml_for_train() -> None:
     assert yaml.safe_load(report(convert_accelerate(FSDP_1), "p.yaml"))["penstock"]["dp_replicate"] == 2
     of_block = {"stage": 3, "params": "device", "grads": "cpu", "optimizer": "nvme", "nvme_path": ["/nvme"]}
     assert train_file(convert_accelerate(BLOCK))["penstock"] == of_block
-
-
-def test_what_is_printed_is_comments_alone_after_the_file() -> None:
-    config = {"distributed_type": "no", "a\nb": "c\nd", "fp8_config": {"e\u2028f": 1}, "main_process_ip": "g\nh"}
-    printed = report(convert_accelerate(config), "p.yaml")
-    begin = printed.index("\n#\n")
-    assert all(line.startswith("#") for line in printed[begin:].split("\n")[1:])
 
 
 def test_optimizers_and_schedules_are_named() -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import stat
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,17 +53,6 @@ def test_what_was_written_is_read(tmp_path, queue, nbytes, checked):
     assert torch.equal(source, into)
     raw = (tmp_path / "file").read_bytes()
     assert raw == bytes(PAGE_BYTES) + source.numpy().tobytes() + bytes(PAGE_BYTES)
-
-
-def test_a_transfer_tells_when_it_ended_whenever_it_is_looked_at(tmp_path, queue):
-    with File(queue, tmp_path / "file", 4 * MIB) as file:
-        started = time.monotonic()
-        transfers = [file.write(0, memory(4 * MIB, seed=1)), file.write(0, memory(PAGE_BYTES)[:0])]
-        for transfer in transfers:
-            transfer.wait()
-        waited = time.monotonic()
-        time.sleep(0.01)
-        assert all(started <= transfer.ended <= waited for transfer in transfers)
 
 
 PAGES = 64
@@ -374,13 +362,6 @@ def test_a_buffer_outlives_its_transfer_whatever_is_raised(tmp_path, kind):
         assert held() is None, happened.where
     gc.unfreeze()
     assert not happened.where, "all lines were met"
-
-
-def test_a_folder_is_found_through_links_and_from_here(tmp_path, monkeypatch):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to("disk")
-    monkeypatch.chdir(tmp_path)
-    assert existing_folder("link") == tmp_path / "disk"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from penstock.errors import CheckpointError, NvmeError
 from penstock.ext.observe.observer import observe
-from penstock.runtime.accelerator import AcceleratorStreams, streams_for
+from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import (
     COLLECTIVE,
@@ -118,19 +118,6 @@ def test_work_after_failed_work_does_not_run_and_fails_with_it():
     streams.close()
 
 
-def test_inline_work_fails_where_it_is_submitted():
-    with pytest.raises(BrokenError):
-        inline().submit(UPLOAD, fail)
-
-
-def test_only_compute_on_the_host_reaches_the_cpu_tier():
-    assert inline().aliases_host
-    streams = late()
-    assert not streams.aliases_host
-    streams.close()
-    assert isinstance(streams_for(CPU), InlineStreams)
-
-
 def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage():
     """Autograd's saved views must see the bytes of the next gather."""
     streams = inline()
@@ -176,13 +163,6 @@ def streams() -> Iterator[InlineStreams]:
 
 
 class TestInlineStreamsBesideTransfers:
-    def test_transfers_of_one_stream_are_in_flight_together(self, streams):
-        transfers = [Transfer(), Transfer()]
-        events = [streams.submit(READ, lambda t=transfer: t) for transfer in transfers]
-        transfers[1].end()
-        assert [event.done() for event in events] == [False, True]
-        transfers[0].end()
-
     def test_what_follows_on_its_stream_keeps_the_order_and_other_streams_do_not_wait(self, streams):
         transfer, order = Transfer(), []
         read = streams.submit(READ, lambda: transfer)
@@ -228,19 +208,6 @@ class TestInlineStreamsBesideTransfers:
             event.wait()
         other.synchronize()
         assert ran == [2], "what does not need it goes on"
-
-    def test_close_runs_what_waits_for_transfers(self):
-        threads = set(threading.enumerate())
-        streams = InlineStreams(CPU)
-        transfer, ran = Transfer(), []
-        read = streams.submit(READ, lambda: transfer)
-        streams.submit(UPDATE, lambda: ran.append(1), after=(read,))
-        timer = threading.Timer(0.02, transfer.end)
-        timer.start()
-        streams.close()
-        timer.join()
-        assert ran == [1]
-        assert set(threading.enumerate()) == threads
 
     def test_a_collective_after_a_read_is_issued_by_its_caller_before_what_that_does_next(self):
         streams = InlineStreams(CPU)
@@ -436,14 +403,6 @@ class TestAcceleratorStreams:
         accelerator.over = True
         streams.submit(DOWNLOAD, lambda: None)
         assert gone() is None
-
-    def test_host_work_after_device_work_waits_for_the_device_on_its_thread(self, streams, accelerator):
-        copied = streams.submit(DOWNLOAD, lambda: None)
-        names: list[str] = []
-        written = streams.submit(WRITE, lambda: names.append(threading.current_thread().name), after=(copied,))
-        written.synchronize()
-        assert accelerator.log[-1] == "host waits for download"
-        assert names == ["penstock-write"]
 
     def test_a_read_that_failed_fails_what_was_to_be_enqueued_after_it(self, streams, accelerator):
         transfer, ran = Transfer(BrokenError("the disk is gone")), []

@@ -58,15 +58,3 @@ def test_a_plan_that_does_not_fit_says_what_it_lacks():
     assert above[0] == "differs: first -> second"
     assert all(len(line) <= 80 for line in above)
     assert above[1].startswith("  fits: yes -> no: 3.00 GiB (3,221,237,817 bytes) too few on the device.")
-
-
-def test_a_plan_for_another_run_shows_what_it_is_for():
-    other = plan(world_size=4, hosts=2, stage=1, precision="fp32", machine="laptop", batch="", model_fingerprint="x")
-    above, _ = parts(compare(DESKTOP, other))
-    assert names(above[1:]) >= {"planned for", "model"}
-    assert "-> laptop, fp32, stage 1, one of 4 ranks on 2 hosts" in " ".join(" ".join(above).split())
-
-
-def test_a_cpu_has_one_column_for_its_memory():
-    above, _ = parts(compare(DESKTOP, plan(device="cpu")))
-    assert "  tiers: device | host | nvme -> host | nvme" in above

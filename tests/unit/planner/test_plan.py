@@ -1,6 +1,5 @@
 """`plan`: limits hold, more is never worse, each argument changes what it should; and the words of a plan."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from penstock.config import Options, Placement
 from penstock.errors import ConfigError
 from penstock.planner import search
 from penstock.planner.machine import Machine, Rate
-from penstock.planner.make_plan import LEAST_SAVING, _words, savings
+from penstock.planner.make_plan import LEAST_SAVING, savings
 from penstock.planner.plans import Plan
 from penstock.planner.simulation import operation_times
 from tests.lib.planning import ON_HOST, Tellable, desktop, planned
@@ -61,14 +60,6 @@ def test_what_does_not_fit_on_the_device_goes_elsewhere_and_peaks_stay_within_li
 def test_the_placement_that_was_found_takes_as_long_when_it_is_given(auto: Plan) -> None:
     again = planned(placement=auto.placement, device_bytes=TIGHT)
     assert (again.step_s, again.peak_bytes, again.fits) == (auto.step_s, auto.peak_bytes, True)
-
-
-def test_the_same_question_has_the_same_answer_and_a_trace_where_one_is_asked_for(
-    on_host: Plan, tmp_path: Path
-) -> None:
-    assert planned(placement=ON_HOST, trace=tmp_path / "step.json").to_json() == on_host.to_json()
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    assert [event for event in events if event["ph"] == "X"]
 
 
 def test_what_can_be_told_computes_again_where_the_device_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +155,6 @@ def test_one_memory_is_counted_once_and_nothing_is_offloaded_within_it() -> None
 
 
 # What would change a plan, and what is missing where nothing fits
-
-
-def test_shares_are_in_percent_fastest_tier_first() -> None:
-    assert _words({"cpu": 0.878, "device": 0.122}) == "12% device, 88% cpu"
-    assert _words({"device": 1.0, "cpu": 0.0}) == "100% device"
 
 
 def test_savings_are_seen_and_a_batch_twice_as_large_says_whether_it_fits(on_host: Plan, on_device: Plan) -> None:

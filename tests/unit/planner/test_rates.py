@@ -10,7 +10,6 @@ from penstock.planner.rates import (
     RATES,
     UNITS,
     Rate,
-    check_value,
     parse_rate,
     shown,
     write_value,
@@ -100,14 +99,6 @@ def test_a_value_is_written_in_its_unit(name: str, value: float, text: str) -> N
     assert write_value(name, value) == text
 
 
-def test_units_are_exact() -> None:
-    assert UNITS["bytes"]["GB"] == 1e9
-    assert UNITS["bytes"]["GiB"] == 2**30
-    assert UNITS["bytes/s"]["kB/s"] == 1000
-    assert UNITS["FLOP/s"]["TFLOP/s"] == 1e12
-    assert "KB" not in UNITS["bytes"], "some take it for 1,000 bytes, and some for 1,024"
-
-
 def test_every_figure_has_a_unit_and_a_meaning_of_one_line() -> None:
     for name, about in RATES.items():
         assert name.isidentifier()
@@ -131,17 +122,6 @@ def test_every_figure_has_a_unit_and_a_meaning_of_one_line() -> None:
 def test_a_figure_is_made_of_numbers_above_0_in_order(values: tuple[float, float, float], says: str) -> None:
     with pytest.raises(ConfigError, match=f"^{says}$"):
         Rate(*values, "how")
-
-
-def test_a_figure_is_of_floats_and_a_text_and_a_count_is_whole() -> None:
-    figure = Rate(2, 1, 3, "counted")
-    assert [type(each) for each in (figure.value, figure.low, figure.high)] == [float] * 3
-    assert Rate.stated(2) == Rate(2.0, 2.0, 2.0, "stated")
-    with pytest.raises(ConfigError, match="'how' is 7: use a text"):
-        Rate(1, 1, 1, 7)  # type: ignore[arg-type]
-    assert check_value("disk_read", 3.5) == 3.5
-    with pytest.raises(ConfigError, match=r"'devices' is 0\.5: use a whole number: it counts accelerators"):
-        check_value("devices", 0.5)
 
 
 def test_what_is_shown_of_a_file_is_short_and_harmless() -> None:

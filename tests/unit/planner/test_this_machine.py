@@ -45,28 +45,11 @@ def test_a_machine_is_probed_once(probes: list[Any]) -> None:
     assert second.fingerprint == first.fingerprint
 
 
-def test_what_is_free_is_of_now(probes: list[Any], tmp_path: Path) -> None:
-    machine = machine_for(None, folders=[tmp_path])
-    assert machine.value("host_memory") > 1e6
-    assert machine.value("device_memory") == machine.value("host_memory")
-    assert machine.value("disk_free") > 1e6
-
-
 def test_other_folders_are_another_machine(probes: list[Any], tmp_path: Path) -> None:
     machine_for(None)
     machine_for(None, folders=[tmp_path])
     machine_for(None, folders=[tmp_path])
     assert probes == [([], 60), ([tmp_path], 60)]
-
-
-def test_a_machine_that_was_probed_by_hand_is_remembered(probes: list[Any], tmp_path: Path) -> None:
-    known = fingerprint(torch.device("cpu"))
-    machine = Machine("by hand", "cpu", {"update": Rate.stated(7e9)}, known, probed=True)
-    path = remember(machine)
-    assert path is not None
-    assert path.is_relative_to(tmp_path / "cache" / "penstock" / "machines")
-    assert machine_for(None).value("update") == 7e9
-    assert probes == []
 
 
 def test_a_damaged_file_is_probed_again_and_replaced(probes: list[Any]) -> None:

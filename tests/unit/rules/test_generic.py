@@ -376,27 +376,6 @@ def test_methods_of_the_class_that_work_on_whole_parameters_are_missed_by_name()
     optimizer.close()
 
 
-def test_what_schedulefree_evaluates_is_read_from_state() -> None:
-    """The formula of docs/rules.md, beside the class that exchanges parameters itself."""
-
-    class Exchanging(Averaging):
-        @torch.no_grad()
-        def eval(self) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.lerp_(self.state[p]["z"], 1 - 1 / 0.9)
-
-    penstock.elementwise(Exchanging)
-    theirs, stock = trained(Exchanging, range(3))
-    ours, optimizer = trained(Exchanging, range(3), placement=penstock.Placement())
-    stock.eval()
-    for p in ours.parameters():
-        optimizer.set_full_param(p, optimizer.full_param(p).lerp(optimizer.full_state(p, "z"), 1 - 1 / 0.9))
-    for mine, plain in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(optimizer.full_param(mine), plain.detach(), rtol=1e-6, atol=1e-8)
-    optimizer.close()
-
-
 @pytest.mark.parametrize("lr", [0.0, 1e-6, 0.1])
 @pytest.mark.parametrize("dims", [1, 2, 4])
 def test_a_class_that_looks_at_the_shape_is_found_out_at_any_learning_rate(dims: int, lr: float) -> None:
