@@ -93,11 +93,8 @@ CLIPPED = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
 #: By name: the module, arguments of the strategy, settings of the trainer.
 FITS: dict[str, tuple[type[Any], dict[str, Any], dict[str, Any]]] = {
     "device": (Net, {"placement": PLACEMENTS["device"]}, {}),
-    "cpu, clipped": (Net, {"placement": PLACEMENTS["cpu"], "stage": 0}, CLIPPED),
     "split, clipped": (Net, {"placement": PLACEMENTS["split"], "stage": 1}, CLIPPED),
-    "nvme, clipped": (Net, {"placement": PLACEMENTS["nvme"], "stage": 2}, CLIPPED),
     "no loss of some batches": (Skips, {}, {}),
-    "no loss of some batches, accumulated": (Skips, {}, {"accumulate_grad_batches": 2}),
     "layers without values": (Made, {"weights": "init"}, {}),
     "by hand": (Manual, {}, {}),
     "by hand, closures": (Closures, {}, {}),

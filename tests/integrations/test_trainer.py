@@ -87,13 +87,6 @@ def test_bf16_is_plain_trainer_with_fp32_masters_within_bounds(tmp_path: Path) -
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "the loss": {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "lr_scheduler_type": "cosine"},
     "no clipping": {"max_grad_norm": 0.0, "gradient_checkpointing": True, "optim": "adamw_torch_fused"},
-    "clipping of None": {"max_grad_norm": None, "optim": "sgd", "torch_empty_cache_steps": 2},
-    "adagrad": {
-        "optim": "adagrad",
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-    },
-    "rmsprop": {"optim": "rmsprop", "learning_rate": 1e-4, "auto_find_batch_size": True, "disable_tqdm": False},
     "rows": {
         "train_sampling_strategy": "group_by_length",
         "length_column_name": "length",

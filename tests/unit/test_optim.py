@@ -172,14 +172,11 @@ def lamb(**options: Any) -> Refusal:
 NO_NAMES = "needs more than shapes"
 REFUSED = {
     "no such muon": muon("muon: the pattern 'nothing.*' names none of the trainable", muon=["nothing.*"]),
-    "a frozen one": muon("adamw: the pattern 'frozen' names none", adamw=["frozen"]),
     "a split of no matrix": muon("split: the pattern 'tokens.weight' names none", split={"tokens.weight": 2}),
     "unequal parts": muon(": split=5: ", split={"block.qkv_proj.weight": 5}),
-    "too few rows": muon("has 16 rows, a parameter of shape", split={"block.qkv_proj.weight": (8, 8)}),
     "no number of parts": muon("give a number of equal parts", split={"block.qkv_proj.weight": "three"}),
     "a vector": muon("block.norm.bias: Muon takes matrices", muon=["block.norm.bias"]),
     "nothing left": muon("found no matrix for Muon", adamw=["*"]),
-    "lr": muon("-1.0", lr=-1.0),
     "momentum": muon("momentum=-1.0: use 0 or more", momentum=-1.0),
     "ns_dtype": muon("ns_dtype='fp16': use 'bf16' or 'fp32'", ns_dtype="fp16"),
     "no names": Refusal(lambda: MuonAdamW(Model().parameters()), NO_NAMES),
@@ -189,9 +186,6 @@ REFUSED = {
         TypeError,
     ),
     "lr of Lamb": lamb(lr=-1.0),
-    "betas of Lamb": lamb(betas=(1.0, 0.9)),
-    "eps of Lamb": lamb(eps=-1.0),
-    "weight_decay of Lamb": lamb(weight_decay=-0.1),
 }
 
 

@@ -380,15 +380,6 @@ def test_what_somebody_has_beside_an_export_is_not_touched(is_link: bool, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_two_exports_to_one_folder(tmp_path: Path) -> None:
-    saved(llama(), tmp_path / "step", steps=0)
-    with (
-        module._hidden(tmp_path / "out", [""]),
-        pytest.raises(penstock.CheckpointError, match=r"Another export to .* is running"),
-    ):
-        penstock.export(tmp_path / "step", tmp_path / "out")
-
-
 # Memory
 
 MEASURED = """

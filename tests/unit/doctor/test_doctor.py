@@ -94,13 +94,9 @@ VERDICTS: dict[str, tuple[Callable[[Path], Iterator[Finding]], dict[str, Any], s
         "2 x Big\\x1b[1m GPU, 24.0 GiB, cuda 580.1",
     ),
     "avx512": (lambda _: looks.processor(), instructions("avx512"), "fine", ", avx512"),
-    "neon": (lambda _: looks.processor(), instructions("neon"), "fine", ", neon"),
     "generic": (lambda _: looks.processor(), instructions("generic"), "slow", ", generic"),
-    "where there is no other": (lambda _: looks.processor(), instructions("generic", "riscv64"), "fine", ", generic"),
     "no quota": (lambda _: looks.cores(), {**CORES, LOOKS + "core_quota": None}, "fine", "4"),
-    "a large quota": (lambda _: looks.cores(), {**CORES, LOOKS + "core_quota": 8.0}, "fine", "4"),
     "a small quota": (lambda _: looks.cores(), {**CORES, LOOKS + "core_quota": 1.5}, "slow", "OMP_NUM_THREADS=1"),
-    "memory nobody knows": (lambda _: looks.memory(), {LOOKS + "available_host_memory": None}, "slow", ""),
     "no memory": (
         lambda _: looks.memory(),
         {LOOKS + "available_host_memory": HostMemory(1 << 20, "the host has")},
@@ -109,29 +105,16 @@ VERDICTS: dict[str, tuple[Callable[[Path], Iterator[Finding]], dict[str, Any], s
     ),
     "memory": (lambda _: looks.memory(), {LOOKS + "available_host_memory": HostMemory(2 << 30, "x")}, "fine", ""),
     "madvise": (pages("always [madvise] never"), {}, "fine", "madvise"),
-    "always": (pages("[always] madvise never"), {}, "fine", "always"),
     "never": (pages("always madvise [never]"), {}, "slow", "never"),
-    "an odd setting": (pages("what is \x1b this"), {}, "slow", "what is \\x1b this"),
     "no setting": (pages(None), {}, "fine", "the kernel does not say"),
     "locked memory of a cpu": (lambda _: looks.locked_memory(), ON_CPU | locked(8 << 20), "fine", ""),
     "locked memory": (lambda _: looks.locked_memory(), ON_ACCELERATOR | locked(8 << 20), "slow", ""),
     "unlimited": (lambda _: looks.locked_memory(), ON_ACCELERATOR | locked(resource.RLIM_INFINITY), "fine", ""),
     "little shared memory": (looks.shared_memory, free(64 << 20), "slow", ""),
-    "shared memory": (looks.shared_memory, free(4 << 30), "fine", ""),
     "no shared memory": (lambda folder: looks.shared_memory(folder / "none"), {}, "slow", ""),
     "few files": (lambda _: looks.open_files(), {"resource.getrlimit": (256, 65536)}, "slow", "4096"),
-    "fewer": (lambda _: looks.open_files(), {"resource.getrlimit": (256, 1000)}, "slow", "1000"),
-    "files": (lambda _: looks.open_files(), {"resource.getrlimit": (65536, 65536)}, "fine", ""),
     "malloc": (lambda _: looks.allocator({}), ON_CPU | MALLOC, "slow", ""),
-    "malloc beside a device": (lambda _: looks.allocator({}), ON_ACCELERATOR | MALLOC, "fine", ""),
     "a threshold": (lambda _: looks.allocator({"MALLOC_MMAP_THRESHOLD_": "8000000000"}), ON_CPU | MALLOC, "fine", ""),
-    "a tunable": (
-        lambda _: looks.allocator({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=8000000000"}),
-        ON_CPU | MALLOC,
-        "fine",
-        "",
-    ),
-    "another": (lambda _: looks.allocator({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}), ON_CPU | MALLOC, "fine", ""),
     **{
         f"a disk with {kind}, {'direct' if direct else 'cached'}, {nbytes >> 30} GiB": (
             lambda folder: iter([next(looks.disks([folder]))]),
@@ -158,17 +141,6 @@ def test_verdicts(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     finding = only(look(tmp_path))
     assert finding.verdict == verdict
     assert says in finding.found + finding.mend
-
-
-def test_nodes_that_the_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, cores in enumerate(("0-1", "2-3", "4-5")):
-        (tmp_path / f"node{number}").mkdir()
-        (tmp_path / f"node{number}" / "cpulist").write_text(cores)
-    monkeypatch.setattr(looks, "core_quota", lambda: None)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    assert "on 2 NUMA nodes" in only(looks.cores(tmp_path)).found
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert "NUMA" not in only(looks.cores(tmp_path)).found
 
 
 @pytest.mark.parametrize("folder", ["missing\x1b[1m", "a\0b", "file"])

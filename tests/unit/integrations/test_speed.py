@@ -74,18 +74,12 @@ def test_of_a_mixture_the_experts_that_a_token_sees() -> None:
     ("name", "peaks"),
     [
         ("NVIDIA H200", (989.5e12, 989.5e12, 67e12)),
-        ("NVIDIA H100 80GB HBM3", (989.5e12, 989.5e12, 67e12)),
         ("NVIDIA A100-SXM4-80GB", (312e12, 312e12, 19.5e12)),
-        ("NVIDIA L40S", (362.05e12, 362.05e12, 91.6e12)),
         ("NVIDIA GeForce RTX 4090", (165.2e12, 165.2e12, 82.6e12)),
         ("Tesla V100-SXM2-32GB", (None, 125e12, 15.7e12)),
-        ("AMD Instinct MI300X", (1307.4e12, 1307.4e12, 163.4e12)),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (None, None, None)),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", (None, None, None)),
-        ("NVIDIA A10G", (None, None, None)),
-        ("NVIDIA GH200 480GB", (989.5e12, 989.5e12, 67e12)),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (503.8e12, 503.8e12, 125e12)),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", (None, None, None)),
         ("", (None, None, None)),
     ],
 )

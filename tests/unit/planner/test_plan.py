@@ -13,7 +13,6 @@ from penstock.planner import search
 from penstock.planner.machine import Machine, Rate
 from penstock.planner.make_plan import LEAST_SAVING, savings
 from penstock.planner.plans import Plan
-from penstock.planner.simulation import operation_times
 from tests.lib.planning import ON_HOST, Tellable, desktop, planned
 
 TIGHT = 300_000
@@ -55,11 +54,6 @@ def test_what_does_not_fit_on_the_device_goes_elsewhere_and_peaks_stay_within_li
     assert on_device.step_s <= 1.01 * auto.step_s
     low, high = auto.step_range_s
     assert low <= auto.step_s <= high
-
-
-def test_the_placement_that_was_found_takes_as_long_when_it_is_given(auto: Plan) -> None:
-    again = planned(placement=auto.placement, device_bytes=TIGHT)
-    assert (again.step_s, again.peak_bytes, again.fits) == (auto.step_s, auto.peak_bytes, True)
 
 
 def test_what_can_be_told_computes_again_where_the_device_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,15 +115,6 @@ def test_micro_batches_take_longer_and_updates_have_the_threads_that_were_asked_
     assert planned(placement=Placement(), batch=lambda: ids).batch == "int64[4, 8]"
 
 
-def test_the_users_model_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operation_times, "_LEAST_SECONDS", 1e-5)
-    model = Tellable()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    planned(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), placement=Placement(), measure=True)
-    assert not model.gradient_checkpointing
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 def test_what_goes_to_files_is_written_and_faster_disks_do_not_lengthen_a_step(on_device: Plan) -> None:
     machine = desktop().replace(disk_endurance=6e14)
     folders = ["/nowhere/at/all"]
@@ -177,14 +162,6 @@ def test_a_given_placement_that_does_not_fit_says_that_another_does() -> None:
     assert found.what_ifs == ()
     exactly = -(-(found.limit_bytes["device"] + lack.bytes) * 20 // 19) + 1  # some is left free
     assert planned(placement=Placement(), device_bytes=exactly).fits
-
-
-def test_more_of_the_nvme_tier_is_named_where_memory_is_short() -> None:
-    machine = desktop()
-    figures = {name: f for name, f in machine.figures.items() if not name.startswith(("disk", "folders"))}
-    without_disks = replace(machine, figures=figures)
-    found = planned(placement=Placement(), machine=without_disks, device_bytes=TIGHT, host_bytes=100_000)
-    assert found.lacks[0].change.endswith("of an nvme tier")
 
 
 def stated(**figures: float) -> Machine:

@@ -140,14 +140,3 @@ def test_what_is_no_file_or_no_path_is_refused(tmp_path):
     for path in (3, None, "a\0b", b"plan.json"):
         with pytest.raises(ConfigError, match="is not read: "):
             Plan.read(path)
-
-
-def test_a_long_message_is_cut_and_a_strange_name_is_on_one_line(tmp_path):
-    said_of(edited(tmp_path, placement={"params": {"x" * 100_000: 1}}))
-    said_of(edited(tmp_path, busy_s={"x" * 100_000: "1"}))
-    file = tmp_path / "a\nb.json"
-    file.write_text("{}")
-    with pytest.raises(ConfigError) as refused:
-        Plan.read(file)
-    said = 'it has no "penstock": "plan", so it is no plan. Mend it, or name another file.'
-    assert str(refused.value) == f"{tmp_path}/a\\nb.json is not read: {said}"

@@ -11,7 +11,6 @@ from penstock.planner.rates import (
     UNITS,
     Rate,
     parse_rate,
-    shown,
     write_value,
 )
 
@@ -122,11 +121,3 @@ def test_every_figure_has_a_unit_and_a_meaning_of_one_line() -> None:
 def test_a_figure_is_made_of_numbers_above_0_in_order(values: tuple[float, float, float], says: str) -> None:
     with pytest.raises(ConfigError, match=f"^{says}$"):
         Rate(*values, "how")
-
-
-def test_what_is_shown_of_a_file_is_short_and_harmless() -> None:
-    assert shown("x" * 1000) == f"'{'x' * 79}..."
-    assert shown("\x1b[2J\n") == "'\\x1b[2J\\n'"
-    assert shown({"a": [1]}) == "{'a': [1]}"
-    assert shown(None) == "None"
-    assert shown(10**5000) == "a number of 16610 bits", "Python refuses to print it"

@@ -118,19 +118,6 @@ def test_bytes_of_every_way_of_a_streamed_tile() -> None:
     assert float(work) == 0.0  # no rate says what all work is
 
 
-def test_tiles_of_mixed_cuts_are_where_the_cuts_put_them() -> None:
-    """A quarter of all tiles has its parameters on the device and its state on the host: only there are shadows."""
-    point = torch.tensor([[0.5, 1.0, 0.5, 1.0, 0.25, 1.0, 0.0]], dtype=torch.float64)
-    peak = Placements(SMALL, ROOMY).peak(point, torch.zeros(3))[0].tolist()
-    assert peak == [10 + 10 + 25, 10 + 10 + 75 + 5, 0]
-
-
-def test_replicated_parameters_are_in_shards_where_a_part_is_in_files() -> None:
-    placements = Placements(replace(SMALL, own_params_bytes=5), ROOMY)
-    point = torch.tensor([[0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
-    assert placements.peak(point, torch.zeros(3))[0].tolist() == [2.5 + 120, 0, 2.5]
-
-
 # The search, with simulations that are arithmetic: what the formula does not know is some bytes, and a longer step.
 
 LARGE = replace(

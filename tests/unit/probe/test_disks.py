@@ -17,7 +17,6 @@ from penstock.probe.disks import (
     _Disk,
     check_folders,
     file_system,
-    free_space,
     measure_disks,
 )
 from penstock.probe.sampling import Deadline
@@ -64,11 +63,6 @@ def test_folders_that_are_none_are_refused_by_name_and_nothing_is_left_in_others
 OWN = f"*penstock-*-{os.getpid()}-*"
 
 
-def test_a_record_is_what_the_engine_keeps_of_a_tile() -> None:
-    """Of 4 MiB of bf16 parameters: a 16-bit remainder and two fp32 moments of each."""
-    assert disks.RECORD_BYTES == (4 * MIB // 2) * (2 + 4 + 4)
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Any:
     with Queue(4) as queue, File(queue, tmp_path / "file", 6 * MIB) as file:
@@ -101,10 +95,6 @@ def test_two_folders_of_one_disk_share_it() -> None:
     free = os.statvfs(folders[0])
     assert figures["disk_free"].value == pytest.approx(free.f_bavail * free.f_frsize / 2, rel=0.05)
     assert not any(list(folder.glob(OWN)) for folder in folders)
-
-
-def test_without_folders_there_are_no_disks() -> None:
-    assert measure_disks([], Deadline(1)) == free_space([]) == {}
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no file system in memory")

@@ -108,18 +108,6 @@ def test_threads_change_no_bit(cls: Any, options: dict[str, Any]) -> None:
         pool.close()
 
 
-def test_states_in_bf16() -> None:
-    value = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
-    exact = run(torch.optim.RMSprop(parameters(), lr=1e-3), value, StateFormat(), cut=NUMEL, steps=5)
-    format_ = StateFormat("bf16", "stochastic", seed=3)
-    found = [
-        run(torch.optim.RMSprop(parameters(), lr=1e-3), value, format_, cut=cut, steps=5) for cut in (NUMEL, 256 * 5)
-    ]
-    assert found[0][1]["square_avg"].dtype == torch.bfloat16
-    assert torch.equal(found[0][0], found[1][0])
-    torch.testing.assert_close(found[0][1]["square_avg"].float(), exact[1]["square_avg"], rtol=0.05, atol=1e-6)
-
-
 def test_what_the_rule_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"state_dtype='int8'\) is not for rmsprop"):
         rule_for(torch.optim.RMSprop(parameters()), StateFormat("int8"))

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from penstock.rules import Pool
 from penstock.rules.device import compile_pass
-from penstock.rules.rule import noting
 from penstock.rules.wire import WireFormat, WireName, pack_words, unpack_words
 from tests.lib.fuzz import examples
 from tests.unit.rules.segments import GRADS, Guarded, assert_same_bits, hard_values
@@ -231,17 +230,6 @@ def test_bytes_of_the_formats_and_what_does_not_fit() -> None:
     with pytest.raises(TypeError, match="added to float32"):
         form.unpack(packed, values.bfloat16(), add=True)
     form.pack(values[:0], packed[:0])
-
-
-def test_a_rehearsal_notes_the_bytes_of_both_passes() -> None:
-    form, values, packed = WireFormat("int8"), torch.ones(256), torch.zeros(260, dtype=torch.uint8)
-    noted = []
-    with noting(lambda name, nbytes: noted.append((name, nbytes))):
-        form.pack(values, packed)
-        form.unpack(packed, values)
-        form.unpack(packed, values, add=True)
-    assert noted == [("penstock.pack", 1284), ("penstock.unpack", 1284), ("penstock.unpack", 2308)]
-    assert packed.eq(0).all()
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4"])
