@@ -1,6 +1,5 @@
 """Memory, disks, rings and pinning of the test's choice."""
 
-import gc
 import math
 import tempfile
 from pathlib import Path
@@ -20,12 +19,6 @@ def disks(count: int = 1) -> list[Path]:
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     return folders
-
-
-def freeze_heap() -> None:
-    """Set aside what other tests have left: each `gc.collect()` would walk through all of it."""
-    gc.collect()
-    gc.freeze()
 
 
 def shorten_rings(patch: pytest.MonkeyPatch, slots: int = 2) -> None:

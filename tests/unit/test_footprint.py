@@ -1,6 +1,5 @@
 """What `prepare` would take, told without taking it: equal to what it takes then."""
 
-import inspect
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch import nn
 import penstock
 from penstock import ConfigError, MemoryBudgetError, Options, Placement, memory_budget
 from penstock import footprint as module
-from penstock.blueprint import PrepareRequest
 from penstock.footprint import Footprint, footprint
 from penstock.memory_budget import MemoryBudget, check_device
 from penstock.runtime.host_memory import Arena, HostMemory
@@ -187,11 +185,3 @@ def test_what_cannot_be_is_refused_as_by_prepare(arguments, said):
     with pytest.raises(ConfigError) as caught:
         told(Stack(), **arguments)
     assert str(caught.value).startswith(said)
-
-
-def test_its_arguments_have_the_defaults_of_prepare():
-    ours = inspect.signature(PrepareRequest).parameters
-    theirs = inspect.signature(penstock.prepare).parameters
-    apart = ("model", "optimizer", "mesh", "plan", "batch")
-    defaults = {name: p.default for name, p in theirs.items() if name not in apart}
-    assert {name: p.default for name, p in ours.items()} == defaults | {"placement": Placement()}

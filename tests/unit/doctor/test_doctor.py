@@ -96,10 +96,8 @@ VERDICTS: dict[str, tuple[Callable[[Path], Iterator[Finding]], dict[str, Any], s
     ),
     "avx512": (lambda _: looks.processor(), instructions("avx512"), "fine", ", avx512"),
     "generic": (lambda _: looks.processor(), instructions("generic"), "slow", ", generic"),
-    "where there is no other": (lambda _: looks.processor(), instructions("generic", "riscv64"), "fine", ", generic"),
     "no quota": (lambda _: looks.cores(), {**CORES, LOOKS + "core_quota": None}, "fine", "4"),
     "a small quota": (lambda _: looks.cores(), {**CORES, LOOKS + "core_quota": 1.5}, "slow", "OMP_NUM_THREADS=1"),
-    "memory nobody knows": (lambda _: looks.memory(), {LOOKS + "available_host_memory": None}, "slow", ""),
     "no memory": (
         lambda _: looks.memory(),
         {LOOKS + "available_host_memory": HostMemory(1 << 20, "the host has")},
@@ -114,9 +112,7 @@ VERDICTS: dict[str, tuple[Callable[[Path], Iterator[Finding]], dict[str, Any], s
     "no shared memory": (lambda folder: looks.shared_memory(folder / "none"), {}, "slow", ""),
     "few files": (lambda _: looks.open_files(), {"resource.getrlimit": (256, 65536)}, "slow", "4096"),
     "malloc": (lambda _: looks.allocator({}), ON_CPU | MALLOC, "slow", ""),
-    "malloc beside a device": (lambda _: looks.allocator({}), ON_ACCELERATOR | MALLOC, "fine", ""),
     "a threshold": (lambda _: looks.allocator({"MALLOC_MMAP_THRESHOLD_": "8000000000"}), ON_CPU | MALLOC, "fine", ""),
-    "another": (lambda _: looks.allocator({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}), ON_CPU | MALLOC, "fine", ""),
     **{
         f"a disk with {kind}, {'direct' if direct else 'cached'}, {nbytes >> 30} GiB": (
             lambda folder: iter([next(looks.disks([folder]))]),

@@ -22,16 +22,11 @@ from penstock.runtime.aio import File, Queue, Transfer, check_space, checksum, e
 from penstock.runtime.host_memory import PAGE_BYTES
 from tests.lib.fuzz import examples
 from tests.lib.interrupts import interrupt
-from tests.lib.memory import freeze_heap, memory
+from tests.lib.memory import memory
 from tests.lib.refusals import Refusal, refused, rows
 
 MIB = 1 << 20
 CHUNK_BYTES = MIB
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_heap() -> None:
-    freeze_heap()
 
 
 @pytest.fixture
@@ -359,13 +354,6 @@ def test_a_buffer_outlives_its_transfer_whatever_is_raised(tmp_path, kind):
         gc.collect()
         assert held() is None, happened.where
     assert not happened.where, "all lines were met"
-
-
-def test_a_folder_is_found_through_links_and_from_here(tmp_path, monkeypatch):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to("disk")
-    monkeypatch.chdir(tmp_path)
-    assert existing_folder("link") == tmp_path / "disk"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
 """Free memory is given back when a process has grown, and not each time."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import penstock
-from penstock.runtime import system
-from penstock.runtime.system import SETTLING_LOOKS, Growth, resident_bytes
+from penstock.runtime.system import SETTLING_LOOKS, Growth
 
 
 class Process:
@@ -33,14 +30,6 @@ def test_what_grows_all_the_same_is_asked_for_again_only_when_it_has_grown_as_mu
     process = Process(800)
     process.look(*[800] * SETTLING_LOOKS, 901, *[900] * SETTLING_LOOKS, 1000, 1012, 1013)
     assert process.given_back == [901, 1013]
-
-
-def test_a_system_that_says_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "STATM", Path("/nowhere"))
-    assert resident_bytes() == 0
-    process = Process(0)
-    process.look(*[0] * (SETTLING_LOOKS + 2))
-    assert process.given_back == []
 
 
 def test_a_step_looks(monkeypatch: pytest.MonkeyPatch) -> None:

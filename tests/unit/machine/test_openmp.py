@@ -57,12 +57,6 @@ def test_the_bits_do_not_depend_on_whose_threads_they_are(awake, add):
     assert norms[0] == norms[1] == squared_norm(storages[0], pool=awake)
 
 
-def test_no_thread_is_started_beside_torch_s(awake):
-    before = native_threads()
-    squared_norm(torch.randn(NUMEL), pool=awake)
-    assert native_threads() == before
-
-
 def test_a_runtime_without_that_interface_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(system.torch, "__file__", "/nowhere/torch/__init__.py")
     pool, before = Pool(1), torch.get_num_threads()

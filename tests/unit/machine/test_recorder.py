@@ -27,7 +27,6 @@ from penstock.runtime.streams import (
     WRITE,
     Event,
     InlineStreams,
-    PendingEvent,
     Streams,
     all_of,
 )
@@ -107,12 +106,6 @@ class TestWork:
         assert seconds(upload) >= TICK
         assert upload.start >= read.stop
         assert (read.after, upload.after) == ((), (0,))
-
-    def test_what_follows_several_follows_each(self, late):
-        with recorded(late) as found:
-            events = [late.submit(READ, lambda: None) for _ in range(3)]
-            late.submit(UPLOAD, lambda: None, after=(all_of(events[:2]), events[2]))
-        assert found[0].spans[3].after == (0, 1, 2)
 
     def test_a_transfer_is_over_when_it_is_over_not_when_somebody_looks(self, inline):
         transfer = Transfer(0.0)
@@ -208,14 +201,6 @@ class TestWaits:
             all_of([first, *second]).wait()
         assert [wait.span for wait in found[0].waits] == [0, 1]
 
-    def test_inline_transfers_are_waited_for(self, inline):
-        with recorded(inline) as found:
-            event = inline.submit(READ, Transfer)
-            assert not isinstance(event, PendingEvent)
-            event.synchronize()
-        (wait,) = found[0].waits
-        assert wait.stop > wait.start
-
 
 class TestEnd:
     def test_work_under_way_is_left_out_where_nobody_may_wait(self, late):
@@ -296,17 +281,6 @@ class TestDevices:
         ]
         assert [wait for wait in found[0].waits if not wait.by_host] == []
 
-    def test_the_host_waits_beside_compute(self, streams, device):
-        with recorded(streams) as found:
-            streams.observer.turn_to(Label("backward", "a"))
-            device.work(2)
-            streams.observer.turn_to(Label())
-            streams.submit(DOWNLOAD, partial(device.work, 3), label=Label("save", "a", "grad")).synchronize()
-        assert [(w.start, w.stop, w.by_host) for w in found[0].waits] == [(1000, 1005, True)]
-        timeline = TraceTimeline(found[0])
-        assert [(s.start, s.stop) for s in timeline.waits] == [(1002, 1005)], "compute went on for two seconds"
-        assert timeline.summary().rows["compute"].busy_seconds == pytest.approx(2)
-
     def test_device_work_after_device_work_is_enqueued_by_its_caller(self, streams, device):
         """As without an observer: a watched event must not make a thread of it."""
         threads = []
@@ -314,11 +288,6 @@ class TestDevices:
             upload = streams.submit(UPLOAD, partial(device.work, 4))
             streams.submit(DOWNLOAD, lambda: threads.append(threading.current_thread()), after=(upload,))
             assert threads == [threading.current_thread()]
-
-    def test_without_an_observer_no_event_is_timed(self, streams, device):
-        streams.submit(UPLOAD, partial(device.work, 4)).wait()
-        streams.compute(lambda: None, label=Label("update", "a"))
-        assert device.timed == 0
 
     def test_marks_that_the_device_has_not_reached_have_no_time(self, streams, device):
         watching = observe(streams)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from penstock.runtime.simulated import SimulatedStreams, poison
+from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import DOWNLOAD, UPDATE, UPLOAD
 
 
@@ -25,13 +25,6 @@ def streams(gate: threading.Event) -> SimulatedStreams:
     yield streams
     gate.set()
     streams.close()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int16])
-def test_poison_is_nan_in_every_floating_dtype_and_all_ones_else(dtype):
-    values = torch.zeros(5, dtype=dtype)
-    poison(values)
-    assert (values.isnan() if dtype.is_floating_point else values.eq(-1)).all()
 
 
 def test_a_buffer_is_nan_from_lease_and_after_release(streams):
@@ -68,6 +61,6 @@ def test_close_runs_an_update_that_still_has_copies_to_submit():
     threading.Timer(0.05, gate.set).start()
     closing = threading.Thread(target=streams.close, daemon=True)
     closing.start()
-    closing.join(10)
+    closing.join(60)
     assert not closing.is_alive()
     assert copied == [True]

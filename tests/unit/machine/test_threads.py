@@ -27,16 +27,13 @@ def ranks(rank: int, count: int) -> dict[str, str]:
     ("cpulists", "environment", "allowed", "threads"),
     [
         (["0-7"], {}, range(8), 8),
-        (["0-7"], ranks(1, 2), range(8), 4),
         (["0-1"], ranks(3, 8), range(2), 1),
         (["0-7", "8-15"], ranks(0, 2), range(16), 8),
-        (["0-7", "8-15"], ranks(1, 8), range(16), 2),
         (["0-7", "8-9"], ranks(1, 2), range(10), 5),  # nodes of unequal size
         (["0-3", "4-7", "8-11", "12-15"], ranks(0, 2), range(16), 8),  # two nodes each
         (["0-7", "8-15"], ranks(0, 4), range(8), 4),  # bound to a node, which two ranks share
         (["0-7", "8-15"], {}, [3], 1),
         (["0-7"], {}, [90, 91], 2),  # a container that sees another machine's nodes
-        (["0-7"], {"LOCAL_WORLD_SIZE": "many"}, range(8), 8),
     ],
 )
 def test_share(tmp_path, cpulists, environment, allowed, threads):

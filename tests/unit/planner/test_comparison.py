@@ -47,10 +47,3 @@ def test_equal_plans_differ_in_nothing():
         "  tiers                        device | host | nvme",
     ]
     assert "  busy: host-to-device link    4.20 ms" in below
-
-
-def test_a_plan_for_another_run_shows_what_it_is_for():
-    other = plan(world_size=4, hosts=2, stage=1, precision="fp32", machine="laptop", batch="", model_fingerprint="x")
-    above, _ = parts(compare(DESKTOP, other))
-    assert names(above[1:]) >= {"planned for", "model"}
-    assert "-> laptop, fp32, stage 1, one of 4 ranks on 2 hosts" in " ".join(" ".join(above).split())

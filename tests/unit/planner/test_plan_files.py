@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock import ConfigError, Options, Placement
+from penstock import ConfigError
 from penstock.planner.plans import MOST_BYTES, Plan
 from tests.lib.plans import DESKTOP, plan
 
@@ -54,15 +54,6 @@ def test_equal_plans_are_equal_texts_with_sorted_keys():
     }
 
 
-def test_an_edited_file_is_read_where_it_is_consistent(tmp_path):
-    placement = {"params": "gpu", "optimizer": {"cpu": 1}, "nvme_path": ["/other", "/disk"]}
-    made = Plan.read(edited(tmp_path, placement=placement, options={"tile_bytes": 65536}, step_s=4, why=...))
-    assert made.placement == Placement(optimizer="cpu", nvme_path=("/other", "/disk"))
-    assert made.options == Options(tile_bytes=65536)
-    assert made.step_s == 4.0
-    assert made.why == ()
-
-
 def test_files_of_other_versions_are_read_without_what_nothing_reads_any_more(tmp_path):
     """With blocks that run whole batches; with a bound; from before there were meshes, of ranks that share a copy."""
     assert Plan.read(edited(tmp_path, unit_micro_batches=1)) == DESKTOP
@@ -105,9 +96,3 @@ def test_a_value_that_no_plan_has_is_refused_with_its_file_and_key(changes, word
 )
 def test_what_is_no_plan_is_refused(content, words, tmp_path):
     assert words in said_of(written(tmp_path, content))
-
-
-def test_the_text_of_a_plan_is_read_as_its_file_is(tmp_path):
-    assert Plan.from_json(TEXT) == Plan.read(written(tmp_path, b"\xef\xbb\xbf" + TEXT.encode())) == DESKTOP
-    with pytest.raises(ConfigError, match=r"it is \[\] in JSON"):
-        Plan.from_json("[]")

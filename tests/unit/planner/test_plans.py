@@ -13,12 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from penstock import ConfigError, Options, Placement
 from penstock.blueprint import request_for
 from penstock.planner.plans import PLANNED_OPTIONS, Plan, Reason, Shortfall, WhatIf, model_fingerprint
-from tests.lib.plans import DESKTOP, plan, too_large
-
-CONTRACT = (
-    "placement overlap options recompute world_size fits step_s step_range_s bound_by bytes peak_bytes busy_s "
-    "written_bytes"
-)
+from tests.lib.plans import DESKTOP, plan
 
 
 def net(bias: bool = True, width: int = 3, **factory) -> nn.Sequential:
@@ -35,10 +30,6 @@ def said(refused: pytest.ExceptionInfo) -> str:
     return message
 
 
-def test_the_fields_of_the_contract_come_first():
-    assert [field.name for field in fields(Plan)][:13] == CONTRACT.split()
-
-
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
@@ -46,9 +37,7 @@ def test_the_fields_of_the_contract_come_first():
         ("lacks", lambda: Shortfall("cpu", 0), "'bytes' is 0: use a whole number, 1 or more"),
         ("why", lambda: Reason("stage", "3", "2", math.inf), "'cost_s' is inf: use a finite number"),
         ("what_ifs", lambda: WhatIf("a disk", "0.2"), "'saved_s' is '0.2': use a finite number"),
-        ("placement", "cpu", "'placement' is 'cpu': use an object"),
         ("overlap", "sometimes", "'overlap' is 'sometimes': use one of 'none', 'forward', 'backward', 'auto'"),
-        ("options", 3, "'options' is 3: use an object"),
         ("mesh", {"pp": 1}, "'mesh.pp' is no key that is read. Correct it, or leave it out."),
         ("mesh", {"tp": 0}, "'mesh.tp' is 0: use a whole number, 1 or more"),
         (
@@ -59,15 +48,9 @@ def test_the_fields_of_the_contract_come_first():
         ("hosts", 2, "world_size=1 and hosts=2 contradict each other"),
         ("fits", False, "fits=False and 0 lacks contradict each other"),
         ("lacks", ("cpu",), "'lacks[0]' is 'cpu': use an object"),
-        ("step_s", math.nan, "'step_s' is nan: use a finite number, 0 or more"),
         ("step_s", 5, "step_range_s=(3.81, 4.52) and step_s=5 contradict each other"),
         ("step_range_s", 4, "'step_range_s' is 4: use a list"),
-        ("written_bytes", {"cpu": -1}, "'written_bytes.cpu' is -1: use a whole number, 0 or more"),
         ("unified_memory", 1, "'unified_memory' is 1: use true or false"),
-        ("bytes", {"gpu": 1}, "'bytes.gpu' is no key that is read. Did you mean 'cpu'?"),
-        ("busy_s", {3: 3}, "'busy_s.a name' is 3: use a text"),
-        ("stage", 4, "'stage' is 4: use one of 0, 1, 2, 3"),
-        ("machine_fingerprint", {"cpu": {1, 2}}, "'machine_fingerprint' is nothing that JSON can hold"),
         ("why", (DESKTOP.what_ifs[0],), "'why[0]' is WhatIf("),
     ],
 )
@@ -137,13 +120,6 @@ class TestPrepare:
             with pytest.raises(ConfigError, match=re.escape(words)):
                 DESKTOP.prepare_arguments(Options(**{name: value}))
 
-    def test_an_overlap_that_the_plan_is_for_cannot_be_another_and_one_that_does_not_fit_prepares_nothing(self):
-        with pytest.raises(ConfigError, match="overlap is 'none' here and 'forward' in the plan"):
-            DESKTOP.prepare_arguments(overlap="none")
-        words = r"3\.00 GiB \(3,221,237,817 bytes\) too few on the device.* 1 more rank, 2 in all"
-        with pytest.raises(ConfigError, match=words):
-            too_large().prepare_arguments()
-
 
 class TestCheck:
     def test_a_plan_for_this_run_passes(self):
@@ -191,13 +167,6 @@ class TestCheck:
             check(DESKTOP, net(), machine)
         check(plan(machine_fingerprint={}), net(), {"cpu": "another"})  # was not probed
 
-    def test_another_model_is_named_with_its_numbers(self):
-        made = plan(model_fingerprint=model_fingerprint(net()))
-        with pytest.raises(ConfigError) as refused:
-            check(made, net(width=5))
-        assert "for a model of 4 tensors, 17 parameters, 17 trained" in said(refused)
-        assert "this one has 4 tensors, 27 parameters, 27 trained" in said(refused)
-
 
 class TestFingerprint:
     def test_values_and_devices_do_not_count(self):
@@ -239,6 +208,3 @@ class TestFingerprint:
         assert model_fingerprint(wrapped) == model_fingerprint(plain)
         compiled = nn.ModuleDict({"_orig_mod": net()})  # as torch.compile names it
         assert model_fingerprint(compiled) == model_fingerprint(plain)
-
-    def test_names_that_no_file_can_hold_are_no_trouble(self):
-        assert model_fingerprint(nn.ModuleDict({"\ud800": nn.Linear(1, 1)})).startswith("2 tensors, 2 parameters")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from penstock import ConfigError
-from penstock.planner.rates import RATES, UNITS, Rate, check_value, parse_rate, shown, write_value
+from penstock.planner.rates import RATES, UNITS, Rate, parse_rate, write_value
 
 
 @pytest.mark.parametrize(
@@ -88,22 +88,3 @@ def test_every_figure_has_a_unit_and_a_meaning_of_one_line() -> None:
 def test_a_figure_is_made_of_numbers_above_0_in_order(values: tuple[float, float, float], says: str) -> None:
     with pytest.raises(ConfigError, match=f"^{says}$"):
         Rate(*values, "how")
-
-
-def test_a_figure_is_of_floats_and_a_text_and_a_count_is_whole() -> None:
-    figure = Rate(2, 1, 3, "counted")
-    assert [type(each) for each in (figure.value, figure.low, figure.high)] == [float] * 3
-    assert Rate.stated(2) == Rate(2.0, 2.0, 2.0, "stated")
-    with pytest.raises(ConfigError, match="'how' is 7: use a text"):
-        Rate(1, 1, 1, 7)  # type: ignore[arg-type]
-    assert check_value("disk_read", 3.5) == 3.5
-    with pytest.raises(ConfigError, match=r"'devices' is 0\.5: use a whole number: it counts accelerators"):
-        check_value("devices", 0.5)
-
-
-def test_what_is_shown_of_a_file_is_short_and_harmless() -> None:
-    assert shown("x" * 1000) == f"'{'x' * 79}..."
-    assert shown("\x1b[2J\n") == "'\\x1b[2J\\n'"
-    assert shown({"a": [1]}) == "{'a': [1]}"
-    assert shown(None) == "None"
-    assert shown(10**5000) == "a number of 16610 bits", "Python refuses to print it"

@@ -56,17 +56,6 @@ def test_more_ranks_are_as_many_of_each_copy() -> None:
     assert four.words.endswith(f", {4 * int(alone.amount)} in all")
 
 
-def test_more_ranks_do_not_help_what_is_not_sharded() -> None:
-    found = lacks(replace(LOAD, sharded=frozenset()), Limits({"device": 24 * GIB, "cpu": 8 * GIB}))
-    assert "ranks" not in [each.what for each in found.changes]
-
-
-def test_a_shard_over_more_ranks_has_its_part_of_what_is_sharded() -> None:
-    load = replace(LOAD, ranks=2, sharded=frozenset({"optimizer"})).over(8)
-    assert (load.optimizer_bytes, load.own_params_bytes) == (20 * GIB, 4 * GIB)
-    assert (load.params_bytes, load.grads_bytes, load.ranks) == (16 * GIB, 16 * GIB, 8)
-
-
 def test_words() -> None:
     found = lacks(LOAD, Limits({"device": 24 * GIB, "cpu": 64 * GIB}))
     assert found.missing == {"cpu": 35 * GIB}

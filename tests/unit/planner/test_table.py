@@ -7,7 +7,7 @@ import pytest
 
 from penstock import Options, Placement
 from penstock.planner.formatting import seconds, share, signed, size
-from penstock.planner.plans import Reason, Shortfall, WhatIf, block, explain, shortfalls_in_words
+from penstock.planner.plans import Reason, Shortfall, block, explain, shortfalls_in_words
 from tests.lib.plans import DESKTOP, GIB, MIB, plan, too_large
 
 MEASURED = {"step": 4.9, "host update": 4.1, "device compute": 2.11, "NVMe reads": 0.31, "host-to-device link": 0.0043}
@@ -117,28 +117,6 @@ def test_a_plan_for_one_of_two_ranks_with_updates_on_the_device():
     assert line_of(str(streamed), "updates").endswith("forward, a measured share of the host's on the device")
 
 
-def test_fractions_that_are_1_but_for_rounding_are_all():
-    made = plan(placement=Placement(params={"device": 0.5, "cpu": 0.4999995}), device="cpu", kind_bytes={})
-    assert line_of(str(made), "params").split() == ["params", "1.00", "-"]
-    assert "  params host; gradients host;" in block(made)
-
-
-def test_activations_stand_in_the_columns_that_have_them():
-    kept = {"activations": {"device": 2 * MIB, "cpu": GIB}}
-    row = line_of(str(plan(kind_bytes=kept)), "activations")
-    assert row.split() == ["activations", "2.00", "MiB", "1.00", "GiB", "(recomputed)"]
-    row = line_of(str(plan(kind_bytes={"activations": {"cpu": GIB}}, recompute=False)), "activations")
-    assert row.split() == ["activations", "-", "1.00", "GiB"]
-
-
-def test_a_step_is_told_where_it_is_known_and_what_waits_and_changes_where_there_is_some():
-    head = str(too_large(step_s=2, step_range_s=(1, 3))).splitlines()
-    assert head[2] == "if it did: step 2.00 s (1.00-3.00)"
-    made = str(plan(waits_s={"update x": 0}, what_ifs=(WhatIf("more", 1, 0.5), WhatIf("none"))))
-    assert line_of(made, "waits exposed") == "waits exposed    none"
-    assert made.splitlines()[-1] == "more -1.00 s +50 % tokens/s | none"
-
-
 def test_reasons_say_what_the_next_best_would_have_cost():
     why = (Reason("streamed_updates", "0", "0.25", 0.004, "the link is busy"), Reason("a", "b", "c", -0.5))
     assert explain(plan(why=why)) == shows("""
@@ -147,6 +125,19 @@ def test_reasons_say_what_the_next_best_would_have_cost():
     """)
     text = "Nothing to choose: the placement was given, or all of it fits on the device."
     assert explain(plan(why=())) == text
+
+
+def test_the_block_at_the_start_of_a_run():
+    assert block(DESKTOP) == shows("""
+        plan: step 4.12 s, 3,977 tokens/s, bound by: host update
+          params 0.31 device + 0.69 host; gradients host; optimizer 0.83 host + 0.17 nvme
+          activations device (recomputed); overlap forward
+          step                   4.12 s
+          host update            3.25 s
+          device compute         2.10 s
+          NVMe reads             0.31 s
+          host-to-device link    4.20 ms
+    """)
 
 
 def test_the_block_at_the_end_of_a_run_names_what_differs():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError, NvmeError
-from penstock.probe.disks import _BOTH, _READ, _WRITTEN, _Disk, check_folders, file_system, free_space, measure_disks
+from penstock.probe.disks import _BOTH, _READ, _WRITTEN, _Disk, check_folders, file_system, measure_disks
 from penstock.probe.sampling import Deadline
 from penstock.runtime import aio
 from penstock.runtime.aio import File, Queue
@@ -86,10 +86,6 @@ def test_two_folders_of_one_disk_share_it() -> None:
     free = os.statvfs(folders[0])
     assert figures["disk_free"].value == pytest.approx(free.f_bavail * free.f_frsize / 2, rel=0.05)
     assert not any(list(folder.glob(OWN)) for folder in folders)
-
-
-def test_without_folders_there_are_no_disks() -> None:
-    assert measure_disks([], Deadline(1)) == free_space([]) == {}
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no file system in memory")

@@ -17,7 +17,7 @@ from penstock.planner.rates import RATES, Rate
 from penstock.probe import measure as probing
 from penstock.probe.measure import measure
 from penstock.runtime.control_group import ControlGroup
-from tests.lib.memory import disks, freeze_heap
+from tests.lib.memory import disks
 
 CPU = torch.device("cpu")
 #: What a machine without an accelerator has; links are the others'.
@@ -55,7 +55,6 @@ def resident_bytes() -> int:
 def figures() -> Iterator[dict[str, Rate]]:
     """What is measured; what was measured next was said, what plans rest on most first, and nothing is left behind."""
     (disk,) = disks()
-    freeze_heap()
     # A folder of its own: other processes have swap folders in that one, and what ended ones have left is cleared.
     with tempfile.TemporaryDirectory(dir=disk) as folder:
         torch.ones(64, 64) @ torch.ones(64, 64)  # torch's own threads are there for good

@@ -123,17 +123,6 @@ def test_what_fake_values_are_written_to_is_unknown_and_not_touched() -> None:
     assert norm.running_mean.tolist() == [0, 0, 0, 0]
 
 
-def test_in_place_operations_return_what_they_were_given() -> None:
-    x = fake_tensor((4, 4), torch.float32)
-    with FakeOperations():
-        assert x.add_(1) is x
-        assert x.t_() is x
-        values = [fake_tensor((3,), torch.float32) for _ in range(2)]
-        assert all(map(is_fake, torch._foreach_add(values, 1)))
-        assert all(a is b for a, b in zip(torch._foreach_add_(values, 1), values, strict=True))
-        assert x.mul_(x[0, :1]) is x
-
-
 def test_random_numbers_are_not_drawn_for_fake_values() -> None:
     before = torch.get_rng_state()
     with FakeOperations():

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import penstock.planner
 from penstock.errors import ConfigError
 from tests.lib.engines import adamw, loss_of
-from tests.lib.memory import freeze_heap
 from tests.lib.models import batch_of, buffered
 
 
@@ -91,7 +90,6 @@ def planned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def once() -> None:
     """What is imported, and made once for all, is there."""
     planned(*trained())
-    freeze_heap()
 
 
 @pytest.mark.parametrize(

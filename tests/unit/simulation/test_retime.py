@@ -44,9 +44,6 @@ class Case:
 CASES = {
     # One capacity of a byte/s or two, and jobs that share it.
     "the last has all of it": Case("threads", "upload 2; download 6", [(0, 4), (0, 8)], sharing(1)),
-    "a third each until one is over": Case(
-        "threads", "upload 1; download 2; update 2", [(0, 3), (0, 5), (0, 5)], sharing(1)
-    ),
     # Download has half of the link, so half a byte/s of memory's two: update has its one byte/s.
     "what one cannot use is left to others": Case(
         "threads",
@@ -61,13 +58,6 @@ CASES = {
         "threads", "update 4; compute 4", [(0, 8)], sharing(1, "update", "compute"), step_s=8
     ),
     # It starts its follower sooner, which shares a capacity with what compute waits for.
-    "a faster job": Case(
-        "threads",
-        "upload 4; download 6 after 0; update 4; wait 2; compute 20",
-        [(0, 2), (2, 10), (0, 6)],
-        sharing(1, "download", "update", upload=2),
-        step_s=26,
-    ),
     # Threads
     "jobs of a stream follow each other": Case("threads", "upload 3; upload 4", [(0, 3), (3, 7)]),
     "a job follows those that it names": Case(
@@ -89,18 +79,6 @@ CASES = {
         [],
         Rates(enqueue=3),
         turns=[(3, FORWARD), (4, NO_LABEL), (6, FORWARD), (7, NO_LABEL)],
-    ),
-    "compute that goes on with the same does not turn": Case(
-        "accelerator",
-        "compute 1 one; compute 1 one; compute 1 two",
-        [],
-        turns=[(0, Label("forward", "one")), (2, Label("forward", "two")), (3, NO_LABEL)],
-    ),
-    "a job of the device follows the compute before it": Case(
-        "accelerator", "compute 5; download 1; compute 5", [(5, 6)]
-    ),
-    "each submission takes the host its time": Case(
-        "accelerator", "update 1; read 1 disk 0", [(2, 3), (4, 5)], Rates(submit=2)
     ),
     "compute waits and the host does not": Case(
         "accelerator",
@@ -153,12 +131,10 @@ CASES = {
         [(4.5, 6.5), (7, 8), (7, 8)],
         Rates(wake=0.5),
     ),
-    "the host takes part in a collective": Case("accelerator", "meet 3; update 1", [(3, 4)]),
     # Nothing is asynchronous
     "a job runs in the thread that computes": Case(
         "inline", "update 3; compute 2", [(0, 3)], inline=[True], turns=[(3, FORWARD), (5, NO_LABEL)]
     ),
-    "a transfer goes on by itself": Case("inline", "read 3 disk 0; compute 2; wait 0", [(0, 3)], waits=[Wait(0, 2, 3)]),
     "what follows a transfer is for a thread": Case(
         "inline",
         "read 3 disk 0; update 2 after 0; update 2; compute 4",

@@ -140,19 +140,6 @@ def test_bytes_of_a_home_are_taken_again_once_its_copies_are_over(note: str) -> 
 
 
 @pytest.mark.usefixtures("exact")
-def test_copies_that_fail_leave_their_bytes_to_others() -> None:
-    store = store_with()
-    cuts = cuts_of(store)
-    cut, failing = cuts.take(PAGE_BYTES), HostEvent()
-    cut.storage.note_write(failing)
-    cuts.drop(cut)
-    failing.run(lambda: (_ for _ in ()).throw(OSError("no")))  # type: ignore[arg-type]
-    cuts.take(PAGE_BYTES)
-    assert cuts.capacity == PAGE_BYTES
-    store.close()
-
-
-@pytest.mark.usefixtures("exact")
 def test_slabs_go_when_nothing_is_left_in_them_and_on_them() -> None:
     store = store_with()
     cuts = cuts_of(store)

@@ -106,23 +106,3 @@ def test_what_no_device_copies_is_neither_pinned_nor_warned_of(monkeypatch):
     assert len(tier.own) == 1, "but could"
     assert PLANS[2].on(Tier.CPU).copied, "what is brought there is brought by a device"
     assert replace(PLANS[2], copied=False) == PLANS[2], "and is where it was"
-
-
-def test_a_device_that_memory_cannot_be_registered_for_gets_torch_s_own_for_the_rings(monkeypatch):
-    pinned = pinning_on_cpu(monkeypatch)
-    monkeypatch.setattr(host_memory, "can_register", lambda device: False)
-    asked: list[int] = []
-
-    def torch_s_own(nbytes: int, device: torch.device, alignment: int) -> torch.Tensor:
-        asked.append(nbytes)
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    monkeypatch.setattr(host_memory, "pinned_buffer", torch_s_own)
-    tier = HostTier(CPU, tile_bytes=PAGE)
-    with pytest.warns(UserWarning, match=r"pass 32,768 bytes of pinned buffers.*torch pins no memory in place for cpu"):
-        made = take(tier, *PLANS)
-    assert sorted(asked) == sorted([RING, 10 * PAGE])
-    assert (pinned, tier.pinned_bytes) == ({}, RING + 10 * PAGE)
-    assert made["staging"].bounce is None
-    assert made["param"].bounce is not None
-    assert made["param"].bounce() is made["optimizer"].bounce()

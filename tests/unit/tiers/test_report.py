@@ -28,7 +28,6 @@ REPORT = LocationReport(
         ({}, 52200),
         ({"tier": "cpu"}, 48200),
         ({"tier": "gpu"}, 4000),
-        ({"unit": "blocks.0"}, 42000),
         ({"kind": "param", "tier": "cpu", "unit": "blocks.1"}, 6000),
         ({"kind": "optimizer"}, 24000),
         ({"kind": "no such"}, 0),

@@ -12,7 +12,7 @@ from penstock.errors import MemoryBudgetError, NvmeError
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.storage import CellPlan, MemorySegment, SegmentPlan
-from penstock.tiers.tier import Allocation, Store, TierMemory, bytes_on
+from penstock.tiers.tier import Allocation, Store, TierMemory
 from tests.accounts import cells
 
 CPU = torch.device("cpu")
@@ -31,15 +31,6 @@ PLANS = [
     segment("master", Tier.CPU, ("master", torch.int16, 1), numel=5),
     segment("optimizer", Tier.CPU, ("exp_avg", torch.float32, 1), ("exp_avg_sq", torch.float32, 1), numel=10),
 ]
-
-
-def test_bytes_are_counted_before_anything_is_allocated() -> None:
-    cells = [cell for plan in PLANS for cell in plan.cells]
-    assert [cell.nbytes for cell in cells] == [600, 8000, 8000, 10, 40, 40]
-    assert [cell.taken_bytes for cell in cells] == [600, 8192, 8192, 4096, 4096, 4096]
-    assert bytes_on(PLANS, Tier.DEVICE) == 600
-    assert bytes_on(PLANS, Tier.CPU) == 2 * 8192 + 3 * 4096
-    assert bytes_on(PLANS, Tier.NVME) == 0
 
 
 def test_every_plan_becomes_cells_of_zeros_on_its_tier_in_order() -> None:
