@@ -94,30 +94,6 @@ def test_close_runs_what_is_queued_and_ends_the_threads(make):
     assert set(threading.enumerate()) == before
 
 
-def test_an_error_surfaces_at_every_wait_and_stops_nothing_else():
-    streams = late()
-    event = streams.submit(UPLOAD, fail)
-    for wait in (event.wait, event.synchronize, event.wait):
-        with pytest.raises(BrokenError, match="the disk is gone"):
-            wait()
-    assert event.done()
-    ran: list[int] = []
-    streams.submit(UPLOAD, lambda: ran.append(1)).synchronize()
-    assert ran == [1]
-    streams.close()
-
-
-def test_work_after_failed_work_does_not_run_and_fails_with_it():
-    streams = late()
-    ran: list[int] = []
-    failed = streams.submit(COLLECTIVE, fail)
-    after = streams.submit(DOWNLOAD, lambda: ran.append(1), after=(failed,))
-    with pytest.raises(BrokenError):
-        after.synchronize()
-    assert ran == []
-    streams.close()
-
-
 def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage():
     """Autograd's saved views must see the bytes of the next gather."""
     streams = inline()
