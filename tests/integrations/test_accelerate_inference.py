@@ -1,4 +1,4 @@
-"""Models without an optimizer: sharded and placed for inference, and given one later."""
+"""A model without an optimizer beside one that is trained: sharded and placed for inference."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The code of docs/lightning.md runs, in the order of the page; its recipes train as plain torch does."""
+"""The code of docs/lightning.md runs, in the order of the page."""
 
 import re
 from pathlib import Path

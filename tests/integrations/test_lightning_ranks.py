@@ -1,4 +1,4 @@
-"""Two ranks: fits, manual loops, evaluation and checkpoints beside DDP, and how processes are started."""
+"""Two ranks: fits, manual loops, evaluation and checkpoints beside DDP."""
 
 from pathlib import Path
 from typing import Any

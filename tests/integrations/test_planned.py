@@ -1,4 +1,4 @@
-"""A plan goes through accelerate, Trainer and Lightning to `prepare`: the same run as with its arguments by hand."""
+"""A plan goes through `Trainer` to `prepare`: the same run as with its arguments by hand."""
 
 from pathlib import Path
 from typing import Any

@@ -308,6 +308,7 @@ def test_prompts_that_are_answered_together_stay_as_many(caplog: pytest.LogCaptu
 #: read the environment by themselves: a callback of the name stands for them.
 def library(name: str, patch: pytest.MonkeyPatch) -> tuple[list[str | None], dict[str, Any]]:
     """A tracker's library as a new process finds it: the runs that it opens, and what a trainer is given for it."""
+    patch.delitem(sys.modules, name, raising=False)
     opened: list[str | None] = []
     variable, callback = f"{name.upper()}_RUN_ID", {"wandb": "WandbCallback", "mlflow": "MLflowCallback"}[name]
     assert "MLFLOW_MAX_LOG_PARAMS" in inspect.getsource(integration_utils.MLflowCallback)  # else it logs some anew

@@ -1,6 +1,5 @@
 """What a rank takes of its device and of the host: counted before any of it is taken, refused where there is less."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,22 +164,6 @@ def test_a_device_without_memory_of_its_own_counts_with_the_host(one_device: One
     (host,) = memory_budget.memories(budget, CUDA, 1)
     assert host.needed == budget.device.nbytes
     assert host.name == "host"
-
-
-def test_what_the_model_takes_there_counts_as_free(one_device: OneDevice) -> None:
-    blueprint = drawn(Blocks())
-    counted = memory_budget.budget_of(blueprint, Blocks(), CUDA)
-    need = replace(counted.device, there=1_000)
-    budget = replace(counted, device=need)
-    one_device.free = need.nbytes - 11_000
-    device, _ = memory_budget.memories(budget, CUDA, 1)
-    assert device.lack is None
-    one_device.free -= 1
-    device, _ = memory_budget.memories(budget, CUDA, 1)
-    assert device.lack is not None
-    assert (
-        f"cuda:0 has {need.nbytes - 1_001:,} free, and 1,000 that the model takes there now, 1 too few." in device.lack
-    )
 
 
 def test_what_the_model_has_there_already_is_not_needed_twice() -> None:

@@ -158,16 +158,6 @@ def test_a_model_without_values_is_enough():
     assert all(parameter.is_meta for parameter in empty.parameters())
 
 
-def test_it_prints_as_a_table(tmp_path):
-    placement = Placement(params="cpu", optimizer="nvme", nvme_path=tmp_path)
-    found = told(Stack(), placement=placement, options=Options(device_bytes=1 << 30, tile_bytes=4 << 10))
-    rows = [line.split() for line in str(found).splitlines()]
-    assert rows[0] == ["kind", "tier", "bytes"]
-    assert ["param", "cpu", "10,240"] in rows
-    assert ["device", f"{found.device.nbytes:,}", f"{1 << 30:,}"] in rows
-    assert rows[-1] == ["a", "checkpoint", f"{found.checkpoint_bytes:,}"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -384,18 +384,6 @@ def test_a_write_that_would_be_lost_is_an_error():
     assert fates == resident | elsewhere | late
 
 
-def test_reading_inside_a_gathered_that_modifies(streams):
-    model = Blocks()
-    optimizer = prepare(model, streams=streams, precision="bf16")
-    with optimizer.gathered(modify=True), torch.no_grad():
-        model.first.weight.zero_()
-        with optimizer.gathered():
-            assert not model.first.weight.any()
-    assert not optimizer.full_param(model.first.weight).any()
-    train(model, optimizer, range(1))
-    optimizer.close()
-
-
 # close()
 
 
@@ -532,16 +520,7 @@ def a_hook_of_a_parameter(model: Any, optimizer: Any) -> None:
     train(model, optimizer, range(3))
 
 
-def frozen_for_a_while(model: Any, optimizer: Any) -> None:
-    """A trained parameter that gets no gradient is not touched, as in torch."""
-    train(model, optimizer, range(1))
-    model.blocks[0].requires_grad_(False)
-    train(model, optimizer, range(1, 3))
-    model.blocks[0].requires_grad_(True)
-    train(model, optimizer, range(3, 4))
-
-
-HABITS = [changed_groups, replaced_outputs, full_backward_hooks, a_hook_of_a_parameter, frozen_for_a_while]
+HABITS = [changed_groups, replaced_outputs, full_backward_hooks, a_hook_of_a_parameter]
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")

@@ -14,6 +14,16 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
+def test_the_example_of_muon_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "muon.md").read_text(), re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    said = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert ["0.weight", "adamw"] in said
+    assert ["1.weight", "muon"] in said
+    assert ["5.weight", "adamw"] in said
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 def test_a_group_of_new_matrices_joins_with_its_rules_options() -> None:
     """`add_param_group` filled in torch's defaults alone, of which MuonAdamW has none: a `KeyError`."""
 

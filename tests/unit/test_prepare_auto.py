@@ -24,7 +24,6 @@ from penstock.planner.make_plan import plan_here
 from penstock.planner.plans import Plan, Shortfall, model_fingerprint
 from penstock.planner.this_machine import remember
 from penstock.probe.fingerprint import fingerprint
-from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.host_memory import HostMemory
 from penstock.runtime.topology import Grid
 from tests.lib.memory import disks
@@ -255,19 +254,6 @@ class TestWithABatch:
         plan_here(model, adamw(model), net, {"options": options}, machine=machine, device=CPU, grid=Grid())
         assert (asked[0]["device_bytes"], asked[0]["host_bytes"]) == limits
         assert asked[0]["options"] == options
-
-    @pytest.mark.parametrize(("timeout_s", "patience_s"), [(5.0, preparing.PATIENCE_S), (9000.0, 9000.0)])
-    def test_ranks_wait_longer_for_a_plan_than_for_each_other(self, timeout_s, patience_s, monkeypatch):
-        waits: list[float | None] = []
-        another = ControlGroup.another
-
-        def noted(self: ControlGroup, *, timeout_s: float | None = None, **rest: Any) -> ControlGroup:
-            waits.append(timeout_s)
-            return another(self, timeout_s=timeout_s, **rest)
-
-        monkeypatch.setattr(ControlGroup, "another", noted)
-        prepare(plan=plan(), options=Options(timeout_s=timeout_s)).close()
-        assert waits[0] == patience_s
 
     def test_a_failing_batch_is_said(self, laptop, nothing_built):
         def batch() -> torch.Tensor:

@@ -108,19 +108,3 @@ def test_a_file_that_ends_before_its_tensors(tmp_path, monkeypatch, kept_bytes):
     monkeypatch.setattr(ahead.File, "existing", shortened)
     with pytest.raises(CheckpointError, match=r"a\.safetensors failed: it ends before its tensors do"):
         read()
-
-
-def test_a_file_is_cached_once_it_was_read_and_not_once_it_was_looked_at(tmp_path):
-    file = tmp_path / "file"
-    file.write_bytes(os.urandom(16 << 20))
-    descriptor = os.open(file, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    before = ahead._is_cached(file)
-    if before:
-        pytest.skip("the file system keeps its pages")
-    assert not any(ahead._is_cached(file) for _ in range(3))
-    while os.read(descriptor, 1 << 20):
-        pass
-    os.close(descriptor)
-    assert ahead._is_cached(file)

@@ -182,11 +182,6 @@ def test_both_ways_together_move_what_the_figure_says(of: str) -> None:
         assert (one.uses[way] + other.uses[way]) * rate == pytest.approx(1)
 
 
-def test_where_nothing_is_known_of_both_ways_neither_slows_the_other() -> None:
-    up, down = cost(job("upload")), cost(job("download"))
-    assert not {name for name in up.uses if name.startswith("link")} & set(down.uses)
-
-
 LINKS, NETWORK = "links between ranks", "network"
 #: A collective, its ranks, the dimension, all ranks, its seconds, and what it uses.
 COLLECTIVES: dict[str, tuple[str, int, str, int, float, dict[str, float]]] = {

@@ -156,19 +156,6 @@ def test_states_are_those_of_the_group() -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
 
 
-def test_a_group_that_calls_for_states_of_no_other_is_refused() -> None:
-    cls = type("Later", (Optional,), {})
-    rule = OptionalRule()
-    register(cls, rule)
-    groups = [{"params": parameters((6, 4)), "momentum": m} for m in (0.9, 0.0)]
-    made = rule_for(cls(groups, momentum=0.0))
-    assert [spec.name for spec in made.states] == ["mean"]
-    assert [spec.name for spec in made.part({"momentum": 0.0}).states] == []
-    rule.states = lambda shape, group: {"other": shape}  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="later names other states for the options of a parameter group"):
-        made.part({"momentum": 0.5})
-
-
 def test_a_class_that_looks_at_several_parameters_is_found_out_beside_its_rule() -> None:
     class Together(Base):
         @torch.no_grad()

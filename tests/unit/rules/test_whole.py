@@ -250,20 +250,6 @@ def test_lamb_is_that_of_the_paper() -> None:
     torch.testing.assert_close(still, torch.full((3,), -0.01))
 
 
-def test_what_adafactor_keeps_of_each_shape() -> None:
-    rule = rule_for(torch.optim.Adafactor([nn.Parameter(torch.zeros(6, 3)), nn.Parameter(torch.zeros(6))]))
-    assert rule.whole
-    assert rule.scalar_names == ()
-    assert {spec.name: rule.state_shape(spec.name, (10, 20)) for spec in rule.states} == {
-        "variance": None,
-        "row_var": (10, 1),
-        "col_var": (1, 20),
-    }
-    assert rule.state_shape("variance", (9,)) == (9,)
-    assert rule.state_shape("row_var", (2, 3, 4)) == (2, 3, 1)
-    assert rule.state_shape("col_var", (2, 3, 4)) == (2, 1, 4)
-
-
 @MUON
 @pytest.mark.parametrize(
     ("make", "dtype"),

@@ -28,15 +28,6 @@ def test_it_is_a_plain_tensor(dtype: torch.dtype) -> None:
     assert tensor.grad_fn is None
 
 
-@pytest.mark.parametrize(
-    ("shape", "strides"),
-    [((2, 3), (1, 2)), ((4, 5), (0, 1)), ((2, 1, 3), (3, 7, 1)), ((3,), (2,)), ((), ()), ((7,), (1,))],
-)
-def test_strides_are_those_that_were_asked_for(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    assert fake_tensor(shape, torch.float16, strides).stride() == strides
-    assert fake_tensor(shape, torch.float16, strides).shape == shape
-
-
 def test_a_terabyte_costs_nothing() -> None:
     before = resident_bytes()
     tensors = [fake_tensor(1 << 38, torch.float32) for _ in range(2)]
