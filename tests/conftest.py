@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,10 @@ else:
     # that what fails is the change at hand; `make fuzz` draws others.
     settings.register_profile("suite", deadline=None, derandomize=TIMES == 1)
     settings.load_profile("suite")
+
+
+#: The file before whose tests all was set aside.
+SET_ASIDE = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,5 +48,14 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Set aside, before the first test of a file, what is there: a collection then walks through that file's own."""
+    if item.path != item.session.stash.get(SET_ASIDE, None):
+        item.session.stash[SET_ASIDE] = item.path
         gc.collect()
         gc.freeze()

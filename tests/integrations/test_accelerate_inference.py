@@ -1,4 +1,4 @@
-"""Models without an optimizer: sharded and placed for inference, and given one later."""
+"""A model without an optimizer beside one that is trained: sharded and placed for inference."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from penstock.errors import EngineError
 from penstock.integrations.accelerate import PenstockAccelerator
 from tests.integrations.accelerate_loops import PLACEMENTS, bert, fresh
 
@@ -25,24 +24,6 @@ def ours(placement: str = "cpu") -> PenstockAccelerator:
 def sentences() -> dict[str, Any]:
     ids = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "labels": torch.tensor([0, 1])}
-
-
-@pytest.mark.parametrize(("placement", "evaluation_mode"), [("cpu", False), ("nvme", True)])
-def test_model_without_an_optimizer_answers_as_it_did(placement: str, evaluation_mode: bool) -> None:
-    model = bert().eval()
-    with torch.no_grad():
-        expected = model(**sentences()).logits
-    accelerator = ours(placement)
-    prepared = accelerator.prepare_model(model, evaluation_mode=evaluation_mode)
-    assert prepared is model
-    with torch.no_grad():
-        assert torch.equal(model(**sentences()).logits, expected)
-    with pytest.raises(EngineError):
-        accelerator.optimizer_of(model).step()
-    with pytest.raises(EngineError, match=r"does not require a gradient.*prepare\(model, None\)"):
-        accelerator.backward(model(**sentences()).loss)
-    accelerator.free_memory()
-    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_a_reference_model_beside_a_trained_one(tmp_path: Path) -> None:
@@ -70,15 +51,4 @@ def test_a_reference_model_beside_a_trained_one(tmp_path: Path) -> None:
     accelerator = ours()
     mine = run(accelerator)
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
-    accelerator.free_memory()
-
-
-def test_an_optimizer_that_comes_later_trains_the_model() -> None:
-    accelerator, model = ours(), bert()
-    given = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model = accelerator.prepare(model)
-    optimizer = accelerator.prepare(given)
-    assert accelerator._models == [model]
-    accelerator.backward(model(**sentences()).loss)
-    assert optimizer.step().grad_norm > 0
     accelerator.free_memory()

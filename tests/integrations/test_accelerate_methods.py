@@ -7,7 +7,6 @@ import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from transformers import LlamaForCausalLM
 import penstock
 from penstock.errors import CheckpointError, ConfigError, EngineError
 from penstock.integrations import weights
-from penstock.integrations.accelerate import PenstockAccelerator, PreparedOptimizer, pairs, settings
+from penstock.integrations.accelerate import PenstockAccelerator, PreparedOptimizer
 from tests.integrations.accelerate_loops import PLACEMENTS, fresh
 from tests.lib.models import Blocks, llama
 from tests.lib.refusals import Refusal, refused, rows
@@ -81,15 +80,6 @@ def test_objects_in_any_order_come_back_in_it() -> None:
     accelerator.free_memory()
 
 
-def test_prepare_asks_for_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    def state_dict(self: object) -> None:
-        raise AssertionError("the whole state, on every rank")
-
-    monkeypatch.setattr(penstock.Optimizer, "state_dict", state_dict)
-    accelerator, *_ = pair()
-    accelerator.free_memory()
-
-
 def test_prepare_again_gives_the_same_pair() -> None:
     accelerator, model = ours(), layers()
     given = adam(model)
@@ -114,16 +104,6 @@ def test_another_optimizer_closes_the_pair_before() -> None:
     del first, schedule
     assert handle() is None
     assert not train_once(accelerator, model, second).skipped
-    accelerator.free_memory()
-
-
-def test_a_pair_that_the_loop_closed_is_prepared_anew() -> None:
-    accelerator, model = ours(), layers()
-    given = adam(model)
-    _, optimizer = accelerator.prepare(model, given)
-    optimizer.optimizer.close()
-    _, again = accelerator.prepare(model, given)
-    assert train_once(accelerator, model, again).grad_norm > 0
     accelerator.free_memory()
 
 
@@ -186,34 +166,6 @@ def test_torch_compile_is_exact(regional: bool) -> None:
 
 
 # Training
-
-
-def test_a_model_that_was_compiled_before_and_a_graph_that_is_retained() -> None:
-    accelerator = ours()
-    model: nn.Module = torch.compile(layers(), backend="aot_eager")  # type: ignore[assignment]
-    model, optimizer = accelerator.prepare(model, adam(model))
-    loss = model(torch.ones(2, 4)).sum()
-    accelerator.backward(loss, retain_graph=True)
-    accelerator.backward(loss)
-    assert optimizer.step().grad_norm > 0
-    assert list(accelerator.get_state_dict(model)) == [f"_orig_mod.{name}" for name in layers().state_dict()]
-    accelerator.free_memory()
-
-
-def test_one_loss_through_two_models_trains_both() -> None:
-    def run(accelerator: Accelerator) -> list[dict[str, Any]]:
-        maker, judge = layers(), nn.Linear(2, 1)
-        pairs = accelerator.prepare(maker, judge, adam(judge), adam(maker))
-        for _ in range(2):
-            accelerator.backward(pairs[1](pairs[0](torch.ones(3, 4))).square().mean())
-            for optimizer in pairs[2:]:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [{n: v.clone() for n, v in accelerator.get_state_dict(model).items()} for model in pairs[:2]]
-
-    theirs = run(Accelerator(cpu=True))
-    fresh()
-    torch.testing.assert_close(run(ours(penstock={"placement": PLACEMENTS["split"]})), theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_skipped_step_is_told_to_scheduler_and_accelerator() -> None:
@@ -282,48 +234,6 @@ def test_the_last_save_pretrained_of_a_script(
         torch.testing.assert_close(dict(again.state_dict()), expected, rtol=0, atol=0)
     written = load_file(tmp_path / "d" / "model.safetensors")
     torch.testing.assert_close(written, {name: expected[name] for name in written}, rtol=0, atol=0)
-
-
-def test_save_pretrained_of_classes_without_a_state_dict_argument(tmp_path: Path) -> None:
-    class Own(nn.Sequential):
-        def save_pretrained(self, folder: Path) -> None:
-            torch.save(self.state_dict(), folder / "own.pt")
-
-    accelerator, model = ours(penstock={"placement": PLACEMENTS["cpu"]}), Own(nn.Linear(4, 4))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    model, _ = accelerator.prepare(model, adam(model))
-    model.save_pretrained(tmp_path)
-    torch.testing.assert_close(torch.load(tmp_path / "own.pt"), before, rtol=0, atol=0)
-    accelerator.free_memory()
-
-
-def test_save_pretrained_of_adapters_gathers_them_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    peft = pytest.importorskip("peft")
-    accelerator = ours(penstock={"placement": PLACEMENTS["cpu"]})
-    model = peft.get_peft_model(tied_llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    model = stepped(accelerator, model)
-    gathered: list[int] = []
-    original = accelerator.gather_entries
-    monkeypatch.setattr(accelerator, "gather_entries", lambda *a, **k: gathered.append(len(a[1])) or original(*a, **k))
-    model.save_pretrained(tmp_path, is_main_process=True)
-    accelerator.free_memory()
-    expected = peft.get_peft_model_state_dict(model)
-    assert gathered == [len(expected)]
-    torch.testing.assert_close(load_file(tmp_path / "adapter_model.safetensors"), dict(expected), rtol=0, atol=0)
-
-
-def test_state_in_files_leaves_none_behind(tmp_path: Path) -> None:
-    folder = tmp_path / "disk"  # where nobody else makes files
-    folder.mkdir()
-    accelerator, model = ours(penstock={"placement": {**PLACEMENTS["nvme"], "nvme_path": str(folder)}}), layers()
-    model, _ = accelerator.prepare(model, adam(model))
-    names = set(folder.iterdir())
-    state = accelerator.get_state_dict(model)
-    assert set(folder.iterdir()) == names
-    mapped = Path("/proc/self/maps").read_text()
-    assert sum(str(folder) in line and "(deleted)" in line for line in mapped.splitlines()) >= len(state)
-    del state
-    accelerator.free_memory()
 
 
 @pytest.mark.parametrize(("safe", "size"), [(True, "20KB"), (True, "1GB"), (False, "20KB")])
@@ -495,11 +405,8 @@ OTHER = layers()
 
 REFUSED = {
     "unknown argument": Refusal(made(penstock={"placment": {}}), "Did you mean 'placement'"),
-    "unknown option": Refusal(made(penstock={"options": {"tile_byte": 1}}), "Did you mean 'tile_bytes'"),
     "the model in the arguments": Refusal(made(penstock={"model": layers()}), "where it is prepared"),
     "two precisions": Refusal(made(mixed_precision="fp16", penstock={"precision": "bf16"}), "Say it once"),
-    "no precision beside one": Refusal(made(mixed_precision="no", penstock={"precision": "bf16"}), "'fp32'"),
-    "a precision that there is not": Refusal(made(penstock={"precision": "bf8"}), "use one of 'fp32'"),
     "fp8": Refusal(made(mixed_precision="fp8"), "use 'no'"),
     "a scaler": Refusal(made(kwargs_handlers=[GradScalerKwargs()]), "no GradScaler"),
     **{
@@ -510,7 +417,6 @@ REFUSED = {
         name: Refusal(launched_by(name), f"ACCELERATE_USE_{name}")
         for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
     },
-    "an optimizer of no model": Refusal(prepare(adam), "that no prepared model has"),
     "an optimizer of two models": Refusal(
         prepare(lambda model: model[:2], lambda model: model[2], adam),
         "trains parameters of 2 models",
@@ -529,9 +435,6 @@ REFUSED = {
     ),
     "two models in fp16": Refusal(two_in_fp16, "2 models are trained in fp16"),
     "clipping of a part": Refusal(clip(lambda model, other: model[0].parameters()), "4 parameters of Sequential are"),
-    "clipping of others too": Refusal(
-        clip(lambda model, other: [*model.parameters(), *other.parameters()]), "2 are of other modules"
-    ),
     "clipping of values": Refusal(clip_values, "clip_grad_norm_"),
     "clipping before the last micro-batch": Refusal(
         clip_before_the_last_micro_batch, "accelerator.sync_gradients", EngineError
@@ -574,27 +477,6 @@ def test_precision_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh()
     with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION=fp16"):
         ours(penstock={"precision": "bf16"})
-
-
-def test_model_and_accelerator_are_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Placed(nn.Linear):
-        def parameters(self, recurse: bool = True) -> Any:
-            return iter([SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.float32)])
-
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    for same in (torch.device("cuda", 1), torch.device("cuda")):
-        pairs.check_model(Placed(1, 1), same, chooses_precision=False)
-    for other in (torch.device("cuda", 0), torch.device("cpu")):
-        with pytest.raises(ConfigError, match=f"lie on cuda:1, and the accelerator is on {other}"):
-            pairs.check_model(Placed(1, 1), other, chooses_precision=False)
-
-
-def test_cpus_beside_an_accelerator_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
-        settings.check_machine(torch.device("cpu"), 1, None)
-    settings.check_machine(torch.device("cpu"), 1, SimpleNamespace(device_type="cpu"))
-    settings.check_machine(torch.device("cuda"), 1, None)
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
@@ -93,11 +93,8 @@ CLIPPED = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
 #: By name: the module, arguments of the strategy, settings of the trainer.
 FITS: dict[str, tuple[type[Any], dict[str, Any], dict[str, Any]]] = {
     "device": (Net, {"placement": PLACEMENTS["device"]}, {}),
-    "cpu, clipped": (Net, {"placement": PLACEMENTS["cpu"], "stage": 0}, CLIPPED),
     "split, clipped": (Net, {"placement": PLACEMENTS["split"], "stage": 1}, CLIPPED),
-    "nvme, clipped": (Net, {"placement": PLACEMENTS["nvme"], "stage": 2}, CLIPPED),
     "no loss of some batches": (Skips, {}, {}),
-    "no loss of some batches, accumulated": (Skips, {}, {"accumulate_grad_batches": 2}),
     "layers without values": (Made, {"weights": "init"}, {}),
     "by hand": (Manual, {}, {}),
     "by hand, closures": (Closures, {}, {}),
@@ -186,20 +183,6 @@ def test_the_norms_that_lightning_logs() -> None:
         assert norms.keys() == expected.keys() > {"grad_2.0_norm_total"}
 
 
-@pytest.mark.parametrize("kind", [Net, Manual])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bits_are_near_to_fp32_and_masters_are_fp32(precision: str, kind: Any) -> None:
-    ours, plain = made(kind), made(kind)
-    options = penstock.Options(debug_release=True, initial_loss_scale=2.0**10)
-    seen, expected = fit(ours, PenstockStrategy(precision=precision, options=options)), fit(plain, "auto")
-    torch.testing.assert_close(seen.loss, expected.loss, rtol=0.05, atol=0.05)
-    if kind is Net:
-        assert_same_run(seen, expected, tolerance=0.05)
-    assert_same_weights(weights(ours), weights(plain), tolerance=0.03)
-    # A bf16 value has 16 low bits that are zero: weights of a master do not.
-    assert int((next(ours.parameters()).view(torch.int32) & 0xFFFF).count_nonzero()) > 0
-
-
 def test_a_step_that_is_not_finite_is_skipped() -> None:
     class Bad(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -218,15 +201,6 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
         trainer("penstock", max_epochs=1, callbacks=[Results()]).fit(module, data())
     assert skipped == [number == 1 for number in range(8)]
     assert all(value.isfinite().all() for value in module.state_dict().values())
-
-
-def test_validate_inside_of_fit_and_early_stopping() -> None:
-    metrics = []
-    for strategy in (PenstockStrategy(options=RELEASED), "auto"):
-        run = trainer(strategy, max_epochs=5, callbacks=[EarlyStopping("val", patience=1)])
-        run.fit(made(), data(), data())
-        metrics.append((run.current_epoch, float(run.callback_metrics["val"]), float(run.callback_metrics["loss"])))
-    assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
 
 
 def assert_plain(module: Any) -> None:
@@ -257,14 +231,6 @@ def test_an_exception_is_that_of_the_user() -> None:
     with pytest.raises(LookupError, match="mine"):
         fit(module, PenstockStrategy(options=RELEASED))
     assert_plain(module)
-
-
-def test_a_module_on_the_meta_device_is_initialised() -> None:
-    with torch.device("meta"):
-        module = Made()
-        module.configure_model()
-    seen = fit(module, PenstockStrategy(options=RELEASED), max_epochs=1)
-    assert all(loss == loss for loss in seen.loss)
 
 
 # What is refused, by name

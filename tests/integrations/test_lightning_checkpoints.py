@@ -46,16 +46,6 @@ def test_a_resumed_run_is_the_run(tmp_path: Path, precision: Any, state_dict_typ
     assert_same_weights(weights(second), weights(whole), tolerance=0.0)
 
 
-def test_last_is_found_and_resumed_with_another_placement(tmp_path: Path) -> None:
-    plain, first, second = made(), made(), Net()
-    seen = fit(plain, "auto", max_epochs=3)
-    fit(first, ours(stage=1), max_epochs=1, **saving(tmp_path, save_last=True))
-    placement = penstock.Placement(optimizer="cpu", params={"device": 0.5, "cpu": 0.5})
-    resumed = fit(second, ours(placement=placement), ckpt_path="last", max_epochs=3, **saving(tmp_path, save_last=True))
-    assert_same_weights(weights(second), weights(plain))
-    assert resumed.lr == pytest.approx(seen.lr[8:])
-
-
 def test_the_best_of_several_stay_and_the_others_go_but_for_what_is_not_ours(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(dirpath=tmp_path, monitor="val", save_top_k=2, save_last="link", filename="{epoch}")
 
@@ -74,14 +64,6 @@ def test_the_best_of_several_stay_and_the_others_go_but_for_what_is_not_ours(tmp
     assert Path(keeper.best_model_path).name in whole
     assert Path(tmp_path, "last.ckpt").is_symlink()
     fit(Net(), ours(), ckpt_path=tmp_path / "last.ckpt", max_epochs=5)
-
-
-def test_weights_alone_are_a_file_of_lightnings(tmp_path: Path) -> None:
-    module = made()
-    fit(module, ours(), precision="bf16-mixed", max_epochs=1, **saving(tmp_path, save_weights_only=True, filename="w"))
-    read = Net.load_from_checkpoint(tmp_path / "w.ckpt")
-    assert read.hparams == module.hparams
-    assert_same_weights(weights(read), weights(module), tolerance=0.0)
 
 
 def test_consolidate_makes_a_file_that_load_from_checkpoint_reads(tmp_path: Path) -> None:

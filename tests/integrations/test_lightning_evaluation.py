@@ -32,17 +32,6 @@ def test_validate_test_and_predict(params: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(ours).values(), weights(plain).values(), strict=True))
 
 
-def test_test_after_fit_with_the_best_checkpoint(tmp_path: Path) -> None:
-    scores = []
-    for chosen in (strategy(), "auto"):
-        module = made()
-        keeper = ModelCheckpoint(dirpath=tmp_path / str(len(scores)), monitor="val")
-        run = trainer(chosen, max_epochs=3, callbacks=[keeper], enable_checkpointing=True)
-        run.fit(module, data(), data())
-        scores += run.test(module, data(), ckpt_path="best", verbose=False)
-    assert scores[0] == pytest.approx(scores[1], rel=1e-6)
-
-
 @pytest.mark.parametrize("by", ["penstock", "auto"])
 def test_checkpoints_are_evaluated_without_a_fit(tmp_path: Path, by: str) -> None:
     module, empty = made(), Net()

@@ -1,8 +1,5 @@
-"""Two ranks: fits, manual loops, evaluation and checkpoints beside DDP, and how processes are started."""
+"""Two ranks: fits, manual loops, evaluation and checkpoints beside DDP."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,28 +114,3 @@ def test_checkpoints_of_two_ranks_go_on_with_one_and_the_other_way(tmp_path: Pat
         fit(one, PenstockStrategy(options=RELEASED), ckpt_path=folder / "last.ckpt", max_epochs=2, **alone)
         for state in run_two(goes_on, folder):
             assert_same_weights(state, weights(one))
-
-
-SCRIPT = """
-import lightning, torch
-import penstock.integrations.lightning
-from tests.integrations.lightning_cases import data, made, trainer
-module = made()
-run = trainer("penstock", devices=2, max_epochs=1)
-run.fit(module, data())
-assert run.world_size == 2 and len(module.losses) == 4
-with open(f"weight{run.global_rank}", "w") as file:  # both at once: a line of one may stand in a line of the other
-    file.write(str(float(module.first.weight.double().sum())))
-"""
-
-
-def test_processes_are_started_by_lightning(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    root = str(Path(__file__).parents[2])
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
-    command = [sys.executable, str(script)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert (tmp_path / "weight0").read_text() == (tmp_path / "weight1").read_text()

@@ -1,20 +1,15 @@
-"""A plan goes through accelerate, Trainer and Lightning to `prepare`: the same run as with its arguments by hand."""
+"""A plan goes through `Trainer` to `prepare`: the same run as with its arguments by hand."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from accelerate.state import PartialState
-from torch import Tensor, nn
 from transformers import Trainer
 
-from penstock import Options, Placement, preparing
+from penstock import Options, Placement
 from penstock.errors import ConfigError
-from penstock.integrations.accelerate import PenstockAccelerator
-from penstock.integrations.lightning import PenstockStrategy
 from penstock.integrations.transformers import trainer_class
-from tests.integrations import lightning_cases, trainers
+from tests.integrations import trainers
 from tests.lib.plans import SMALL, small
 
 BY_HAND: dict[str, Any] = {
@@ -30,31 +25,6 @@ def plan(tmp_path: Path) -> str:
     file = tmp_path / "plan.json"
     file.write_text(SMALL.to_json())
     return str(file)
-
-
-def accelerated(arguments: dict[str, Any]) -> tuple[list[Tensor], Any]:
-    torch.manual_seed(2)
-    PartialState._reset_state()
-    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 1))
-    accelerator = PenstockAccelerator(penstock=arguments, cpu=True)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    for _ in range(2):
-        accelerator.backward(model(torch.ones(4, 8)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    handle = accelerator.optimizer_of(model)
-    values = [handle.full_param(parameter) for parameter in model.parameters()]
-    chosen = handle.plan
-    accelerator.end_training()
-    return values, chosen
-
-
-def test_accelerate_does_what_a_plan_says(plan) -> None:
-    by_plan, chosen = accelerated({"placement": "auto", "plan": plan, "precision": "fp32"})
-    by_hand, nothing = accelerated(BY_HAND)
-    assert chosen == SMALL
-    assert nothing is None
-    torch.testing.assert_close(by_plan, by_hand, rtol=0, atol=0)
 
 
 def trained(out: Path, prepare: dict[str, Any], **where: Any) -> Any:
@@ -88,16 +58,3 @@ def test_a_plan_that_recomputes_says_how_to_tell_a_model_of_transformers(tmp_pat
     run = kind(model=model, args=trainers.arguments(tmp_path, max_steps=1), train_dataset=trainers.rows())
     run.train()
     assert run.penstock.plan.recompute
-
-
-def test_lightning_does_what_a_plan_says(plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, build = [], preparing._build_on
-    monkeypatch.setattr(preparing, "_build_on", lambda *given: (plans.append(given[-1]), build(*given))[1])
-    by_hand = {name: value for name, value in BY_HAND.items() if name != "precision"}
-    found = []
-    for arguments in ({"placement": "auto", "plan": plan}, by_hand):
-        module = lightning_cases.made()
-        seen = lightning_cases.fit(module, PenstockStrategy(**arguments), max_epochs=1)
-        found.append((seen.loss, seen.grad_norm, lightning_cases.weights(module)))
-    assert plans == [SMALL, None]
-    torch.testing.assert_close(*found, rtol=0, atol=0)

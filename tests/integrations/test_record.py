@@ -1,27 +1,21 @@
 """Callbacks of other libraries' loops that record their steps, and the page of such a run."""
 
-import csv
 import json
-import logging
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger
 from transformers import Trainer, TrainerCallback
 
 import penstock.integrations.lightning as of_lightning
-from penstock.cli.reporting.page import write_page
 from penstock.cli.reporting.run import read_run
 from penstock.errors import ConfigError
 from penstock.integrations import _common
 from penstock.integrations.speed import flops_per_token
 from penstock.integrations.transformers import RecordCallback
-from tests.browser import assert_drawn, open_page
 from tests.integrations import lightning_cases
 from tests.integrations.trainers import LENGTH, arguments, history, llama, our_trainer, rows
-from tests.lib.plans import SMALL, small
+from tests.lib.plans import SMALL
 
 
 def trained(out: Path, callback: RecordCallback, **changes: Any) -> Any:
@@ -78,16 +72,6 @@ class TestTrainer:
         assert steps[2]["penstock/waited"] == pytest.approx(sum(rows.values()), abs=1e-3)
         assert lines.column("mfu")[1::2] == [pytest.approx(log["penstock/mfu"], abs=1e-4) for log in steps]
 
-    def test_a_plan_is_held_against_what_was_measured(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        given = {"callbacks": [RecordCallback()]}
-        far = small(step_s=2e3, step_range_s=(1e3, 3e3), busy_s={"host update": 1e3})
-        with caplog.at_level(logging.WARNING, "penstock"):
-            trainer = our_trainer(tmp_path, prepare={"placement": "auto", "plan": far}, given=given)
-            trainer.train()
-        trainer.penstock.close()
-        (said,) = [message for message in caplog.messages if message.startswith("plan: step ")]
-        assert re.search(r"differs: step: .* measured, .* predicted", said)
-
     def test_a_second_training_goes_on_where_the_first_was(self, tmp_path: Path) -> None:
         callback = RecordCallback(tmp_path / "record")
         trainer = trained(tmp_path, callback, max_steps=4, save_strategy="steps", save_steps=2)
@@ -106,12 +90,6 @@ class TestTrainer:
         trainer = Trainer(llama(), arguments(tmp_path), train_dataset=rows(), callbacks=[RecordCallback()])
         with pytest.raises(ConfigError, match=r"Make it by trainer_class\(Trainer"):
             trainer.train()
-
-    def test_a_browser_draws_it(self, tmp_path: Path) -> None:
-        pytest.importorskip("plotly")
-        trained(tmp_path, RecordCallback()).penstock.close()
-        drawn = open_page(write_page([tmp_path / "record"]), tmp_path / "profile")
-        assert_drawn(drawn, charts={"loss", "lr", "grad-norm", "memory-0", "timeline-0", "placement-0"})
 
 
 class Module(lightning_cases.Net):
@@ -134,15 +112,6 @@ class TestLightning:
         assert run.evaluations.keys() == {4}
         assert run.about["config"] == {"width": 16, "lr": 1e-2}
         assert run.end["steps"] == 4
-
-    def test_its_figures_are_logged(self, tmp_path: Path) -> None:
-        logger = CSVLogger(tmp_path, name="", version="csv")
-        fit(tmp_path, Module(), of_lightning.RecordCallback(), logger=logger, log_every_n_steps=2)
-        with (tmp_path / "csv" / "metrics.csv").open() as file:
-            logged = [line for line in csv.DictReader(file) if line.get("memory/cpu")]
-        assert [int(line["step"]) for line in logged] == [1, 3, 5, 7]
-        assert all(float(line["memory/device"]) > 0 for line in logged)
-        assert all(0 <= float(line["penstock/waited"]) <= 1 for line in logged[2:])
 
     def test_an_exception_leaves_whole_lines(self, tmp_path: Path) -> None:
         class Failing(Module):

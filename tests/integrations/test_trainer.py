@@ -87,13 +87,6 @@ def test_bf16_is_plain_trainer_with_fp32_masters_within_bounds(tmp_path: Path) -
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "the loss": {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "lr_scheduler_type": "cosine"},
     "no clipping": {"max_grad_norm": 0.0, "gradient_checkpointing": True, "optim": "adamw_torch_fused"},
-    "clipping of None": {"max_grad_norm": None, "optim": "sgd", "torch_empty_cache_steps": 2},
-    "adagrad": {
-        "optim": "adagrad",
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-    },
-    "rmsprop": {"optim": "rmsprop", "learning_rate": 1e-4, "auto_find_batch_size": True, "disable_tqdm": False},
     "rows": {
         "train_sampling_strategy": "group_by_length",
         "length_column_name": "length",
@@ -123,13 +116,6 @@ def test_settings_of_training_arguments_do_what_they_do(name: str, tmp_path: Pat
         assert history(ours, "num_input_tokens_seen") == history(plain, "num_input_tokens_seen")
 
 
-def test_compiled_models_train(tmp_path: Path) -> None:
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3}
-    ours, plain = train_both(tmp_path, least=3, **compiled)
-    ours.save_model(str(tmp_path / "saved"))
-    assert_weights(type(ours.model).from_pretrained(tmp_path / "saved").state_dict(), plain.model.state_dict())
-
-
 def test_an_optimizer_and_a_scheduler_of_ones_own(tmp_path: Path) -> None:
     def given(model: torch.nn.Module) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -142,10 +128,6 @@ def test_an_optimizer_and_a_scheduler_of_ones_own(tmp_path: Path) -> None:
     ours.train()
     assert_histories(ours, plain)
     assert_weights(weights(ours), weights(plain))
-
-
-def test_a_class_of_optimizer_and_its_arguments(tmp_path: Path) -> None:
-    train_both(tmp_path, given={"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 1e-3})})
 
 
 def test_metrics_predictions_and_callbacks(tmp_path: Path) -> None:
@@ -177,25 +159,6 @@ def test_metrics_predictions_and_callbacks(tmp_path: Path) -> None:
     torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
     assert abs(got_loss - loss) < 1e-5
     assert history(ours, "eval_same") == history(plain, "eval_same")
-
-
-def test_the_bytes_of_each_tier_are_logged(tmp_path: Path) -> None:
-    ours = our_trainer(tmp_path, prepare={"placement": {"params": "cpu", "optimizer": "cpu"}})
-    ours.train()
-    report = ours.penstock.locations()
-    logged = history(ours, "memory/device", "memory/cpu", "memory/nvme")[-1]
-    assert logged == [report.bytes(tier=tier) for tier in ("device", "cpu", "nvme")]
-    assert logged[1] > logged[0] > logged[2] == 0
-    assert "memory/cpu" not in ours.state.log_history[-1]  # the summary of the run
-
-
-def test_train_again_goes_on_with_the_same_moments(tmp_path: Path) -> None:
-    plain, ours = plain_trainer(tmp_path), our_trainer(tmp_path)
-    for trainer in (plain, ours):
-        trainer.train()
-        trainer.train()
-    assert_histories(ours, plain)
-    assert_weights(weights(ours), weights(plain))
 
 
 def test_train_after_close_begins_anew(tmp_path: Path) -> None:

@@ -57,17 +57,6 @@ def test_saved_weights_are_those_of_plain_trainer(model: Callable[[], Any], tmp_
     assert_weights(state_of(ours), state_of(plain))
 
 
-def test_weights_are_saved_in_shards_that_from_pretrained_reads(tmp_path: Path) -> None:
-    model = llama(hidden_size=64, intermediate_size=128)
-    whole, save = model.save_pretrained, {"max_shard_size": "100KB"}
-    model.save_pretrained = lambda *args, **given: whole(*args, **(given | save))  # as a script of one's own may
-    ours = our_trainer(tmp_path, model, prepare={"placement": ON_NVME})
-    ours.train()
-    ours.save_model()
-    assert (tmp_path / "model.safetensors.index.json").is_file()
-    assert_weights(dict(LlamaForCausalLM.from_pretrained(tmp_path).named_parameters()), weights(ours), relative=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bf16_saves_fp32_masters_unless_the_model_was_in_bf16(dtype: torch.dtype, tmp_path: Path) -> None:
     ours = our_trainer(tmp_path, llama().to(dtype), bf16=True, max_steps=2)
@@ -138,17 +127,6 @@ def test_the_last_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:
     whole = our_trainer(tmp_path / "whole", lr_scheduler_type="constant")
     whole.train()
     assert history(second)[4:] == history(whole)[4:]
-
-
-def test_resumed_in_an_epoch_with_accumulation(tmp_path: Path) -> None:
-    changes = {"gradient_accumulation_steps": 3, "max_steps": 7, "lr_scheduler_type": "cosine"}
-    changes["train_sampling_strategy"] = "group_by_length"  # draws from torch's own generator
-    plain = plain_trainer(tmp_path / "plain", **changes)
-    plain.train()
-    our_trainer(tmp_path, **changes, **SAVED).train()
-    resumed = our_trainer(tmp_path, seed=5, **changes)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_histories(resumed, plain)
 
 
 def test_a_checkpoint_of_plain_trainer_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -223,17 +201,6 @@ def test_a_model_without_values_is_read_where_it_rests(tmp_path: Path) -> None:
     again = our_trainer(tmp_path, from_pretrained_on_meta(tmp_path / "base"), prepare={"placement": ON_NVME})
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert history(again) == history(loaded)
-
-
-def test_a_model_without_values_goes_on_from_weights_alone(tmp_path: Path) -> None:
-    llama(3).save_pretrained(tmp_path / "base")
-    our_trainer(tmp_path, save_only_model=True, **SAVED).train()
-    pair = []
-    for model in (from_pretrained_on_meta(tmp_path / "base"), llama(4)):
-        trainer = our_trainer(tmp_path, model)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        pair.append(history(trainer))
-    assert pair[0] == pair[1]
 
 
 # Evaluation without training

@@ -51,10 +51,6 @@ def fsdp(out: Path) -> None:
         our_trainer(out, fsdp=True)
 
 
-def sparse(out: Path) -> None:
-    our_trainer(out, given={"optimizer_cls_and_kwargs": (torch.optim.SparseAdam, {"lr": 1e-3})}).train()
-
-
 def told(**given: Any) -> Callable[[Path], Any]:
     return lambda out: our_trainer(out, **given)
 
@@ -84,17 +80,13 @@ REFUSED = {
     "fsdp": Refusal(fsdp, "FSDP would shard the model a second time"),
     "evaluation in bf16": Refusal(told(bf16_full_eval=True), "casts the model for evaluation"),
     "bitsandbytes": Refusal(told(optim="adamw_bnb_8bit"), "'state_dtype': 'bf16'"),
-    "paged": Refusal(told(optim="paged_adamw_32bit"), "which is what paging is for"),
     "lion": Refusal(told(optim="lion_32bit"), "penstock.optim.Lion"),
     "galore": Refusal(told(optim="galore_adamw", optim_target_modules=["attn"]), "Use one of adamw_torch, adamw_torch"),
     "a prepared optimizer": Refusal(prepared, "what penstock.prepare() returned. Give the one that it was made of"),
-    "an optimizer without a rule": Refusal(sparse, "it takes sparse gradients"),
     "a model over several devices": Refusal(over_several_devices, "dispatched over cpu, disk"),
     "deepspeed": Refusal(by_deepspeed, "trainer_class(Trainer, deepspeed='ds.json')"),
     "no values and no folder": Refusal(without_values, "names no folder of .safetensors weights"),
     "a mistake in a file": Refusal(file("stages: 2"), "p.yaml has no 'stages'. Did you mean 'stage'"),
-    "a file that is torn": Refusal(file("a: ["), "p.yaml is not read"),
-    "a file of a list": Refusal(file("- 1"), "mapping"),
     "a file of the environment": Refusal(environment, "other.json is not read"),
     "two files": Refusal(lambda _: trainer_class(Trainer, deepspeed="ds.json", config="p.yaml"), "Give one of them"),
 }
@@ -137,14 +129,6 @@ def test_arguments_of_a_file_of_the_environment_and_of_the_call_which_count_firs
     assert told["options"] == penstock.Options(tile_bytes=4096)
     os.environ["PENSTOCK_CONFIG"] = str(file)
     assert trainer_class(Trainer).penstock_arguments["stage"] == 2  # type: ignore[attr-defined]
-
-
-def test_clipping_in_a_file_is_that_of_trainer_or_an_error(tmp_path: Path) -> None:
-    (tmp_path / "p.yaml").write_text("max_grad_norm: 0.5")
-    ours = trainer_class(Trainer, config=tmp_path / "p.yaml")
-    ours(model=llama(), args=arguments(tmp_path, max_grad_norm=0.5), train_dataset=rows()).train()
-    with pytest.raises(penstock.ConfigError, match=r"differ: max_grad_norm=1\.0 and 0\.5"):
-        ours(model=llama(), args=arguments(tmp_path, max_grad_norm=1.0), train_dataset=rows())
 
 
 def test_a_configuration_of_deepspeed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

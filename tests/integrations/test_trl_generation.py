@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
-from trl import LogCompletionsCallback
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 import penstock
-from penstock.errors import ConfigError, EngineError
+from penstock.errors import EngineError
 from penstock.integrations import generation, trl
 from tests.integrations import trl_cases as cases
 from tests.integrations.test_trl import CPU, LORA
@@ -101,26 +99,6 @@ def test_a_model_that_does_not_fit_whole_is_gathered_for_each_token(
             assert found is is_whole
     with generation.generating(trainer.accelerator, trainer.penstock, trainer.model, whole=False) as found:
         assert not found
-
-
-@pytest.mark.parametrize("trainer", [(CPU["placement"], {})], indirect=True)
-def test_after_it_is_closed_a_model_is_whole(trainer: Any) -> None:
-    trainer.penstock.close()
-    with trainer._dist.summon_full_params(trainer.model), trainer.accelerator.split_between_processes([1, 2]) as own:
-        assert own == [1, 2]
-        assert all(p.isfinite().all() for p in trainer.model.parameters())
-
-
-def test_continuous_batching_unit_by_unit_is_refused_at_several_ranks() -> None:
-    asked = {"use_transformers_continuous_batching": True, "ds3_gather_for_generation": False}
-    trl.check_arguments(SimpleNamespace(**asked, world_size=1))
-    with pytest.raises(ConfigError, match="ds3_gather_for_generation=False"):
-        trl.check_arguments(SimpleNamespace(**asked, world_size=2))
-
-
-def test_activation_offloading_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="activations='cpu'"):
-        cases.trainer_of("sft", CPU, tmp_path, activation_offloading=True)
 
 
 # vLLM, which is not here: its weights, and when it wakes and sleeps, by a stand-in under TRL's own class
@@ -232,23 +210,6 @@ def test_answers_of_different_lengths_on_two_ranks(tmp_path: Path) -> None:
         for ours in runs:
             cases.same(ours, theirs, 1e-5)
         assert rank == 0 or theirs.logs[0]["completions/max_length"] == 6
-
-
-def logged(rank: int, folder: Path, prepare: Mapping[str, Any] | None) -> list[Any]:
-    """The table of a callback that has three prompts answered by two ranks."""
-    trainer = cases.trainer_of("grpo", prepare, folder, eval_dataset=cases.prompts(2), per_device_eval_batch_size=4)
-    callback = LogCompletionsCallback(trainer, GenerationConfig(max_new_tokens=4, do_sample=False), freq=1)
-    callback.eval_dataset = {"prompt": cases.texts(3, seed=6)}
-    trainer.add_callback(callback)
-    trainer.train()
-    return callback.table
-
-
-def test_callbacks_that_generate_find_the_model_whole(tmp_path: Path) -> None:
-    cases.folder_of(cases.causal(), tmp_path / "model")
-    ours, theirs = (run_ranks(logged, 2, tmp_path, prepare, fresh=True)[0] for prepare in (CPU, None))
-    assert ours == theirs
-    assert len(ours) == 2 * 3
 
 
 @pytest.mark.parametrize("trainer", [(CPU["placement"], {})], indirect=True)

@@ -130,7 +130,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         subject.optimizer.close(keep_params=False)
 
 
-many = examples(60)
+many = examples(40)
 SUFFIXES = st.sampled_from([MARKER, "-00000.json", ".tiles", ".safetensors"])
 
 
@@ -240,8 +240,6 @@ def test_values_that_nobody_writes(subject: Subject, data: st.DataObject) -> Non
 #: In the table or the marker, where, and what stands there; and what it is called.
 NAMED: list[tuple[bool, tuple[Any, ...], Any, str]] = [
     (False, ("loss_scale", "value"), 10**400, "'loss_scale.value' is a number of 1329 bits: use a finite number"),
-    (False, ("loss_scale", "value"), 0, "'loss_scale' is not above 0"),
-    (False, ("loss_scale",), {"value": 1}, "'loss_scale' has ['value']"),
     (False, ("extra",), [], "'extra' is not an object"),
     (False, ("extra", "list"), {"!": "no", "items": []}, "'extra.list' is tagged 'no'"),
     (
@@ -250,24 +248,19 @@ NAMED: list[tuple[bool, tuple[Any, ...], Any, str]] = [
         {"x": 1},
         "'parameters.first.bias.scalars' are not those of adamw",
     ),
-    (False, ("parameters", "first.bias", "shape"), [32, 1 << 60], "larger than any tensor"),
     (False, ("groups", 0, "options", "betas"), [1], "'groups' has an option that cannot be"),
-    (False, ("groups", 0, "options", "lr"), "x", "'groups' has an option that cannot be"),
     (False, ("ranks", 0, "table", 0), "../x", "'ranks[0].table[0]' is '../x'"),
     (False, ("ranks", 0, "data", 1), 1 << 62, "has "),
-    (False, ("buffers", "seen"), "no", "'buffers.seen' is missing"),
     (
         True,
         ("random", "numpy", "items", 2),
         10**6,
         "'random' is no state of a random number generator (",
     ),
-    (True, ("random", "python"), 1, "'random' is no state"),
     (True, ("units", 0, "slots", -1, 0), "no", "has 'no', which is no parameter"),
     (True, ("units", 0, "slots", 0, 0), "last.bias", "has shape (), and"),
     (True, ("units", 0, "tile_numel"), 1 << 40, "has more tiles than the shard"),
     (True, ("units", 0, "offset"), 1 << 40, "reach past the"),
-    (True, ("units", 0, "homes", 0, "cells", 0, 1), "int64", "has "),
     (True, ("units", 0, "homes", 0, "cells", 0, 2), 256, "lacks"),
 ]
 
@@ -282,16 +275,6 @@ def test_a_value_that_cannot_be_is_named(of_table: bool, path: Any, value: Any, 
     put_right(subject.folder, table, content)
     assert not subject.load()
     assert said in subject.said
-
-
-def test_a_slot_of_no_parameter_is_named(subject: Subject) -> None:
-    subject.change()
-    content = json.loads((subject.folder / MARKER).read_bytes())["content"]
-    table = json.loads(subject.file("-00000.json").read_bytes())
-    table["units"][0]["slots"].append(["stranger", [1], 1 << 40])
-    put_right(subject.folder, table, content)
-    assert not subject.load()
-    assert "has 'stranger', which is no parameter" in subject.said
 
 
 @pytest.mark.parametrize("depth", [300, 900, 100_000])

@@ -9,13 +9,12 @@ import string
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
 from penstock.planner.machine import Machine
-from penstock.planner.rates import RATES, Rate, parse_rate, write_value
+from penstock.planner.rates import RATES, Rate, parse_rate
 from tests.lib.fuzz import examples
 
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
@@ -72,14 +71,6 @@ def read_or_refused(file: Path) -> Machine | None:
     return machine
 
 
-@given(content=JSON)
-@examples(30)
-def test_any_json_is_a_machine_or_refused(tmp_path: Path, content: Any) -> None:
-    file = tmp_path / "machine.json"
-    file.write_text(json.dumps(content))
-    assert read_or_refused(file) is None
-
-
 NAMES = st.sampled_from(list(RATES)) | TEXTS
 GIVEN = JSON | POSITIVE | st.fixed_dictionaries({}, optional=dict.fromkeys(("value", "low", "high", "how"), LEAVES))
 NEARLY = st.fixed_dictionaries(
@@ -120,14 +111,6 @@ def test_a_changed_file_is_a_machine_or_refused(tmp_path: Path, data: st.DataObj
     read_or_refused(file)
 
 
-@given(content=st.binary(max_size=200))
-@examples(60)
-def test_any_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "machine.json"
-    file.write_bytes(content)
-    assert read_or_refused(file) is None
-
-
 SIGNS = st.text(string.digits + string.ascii_letters + "./+-=µ \n", max_size=12)
 
 
@@ -144,11 +127,3 @@ def test_any_text_is_a_figure_or_refused(name: str, written: str) -> None:
         assert 0 < value < float("inf")
     assert said.isprintable()
     assert len(said) < 2000
-
-
-@given(name=st.sampled_from(list(RATES)), value=st.floats(min_value=1e-9, max_value=1e16))
-@examples(60)
-def test_what_a_table_shows_can_be_typed(name: str, value: float) -> None:
-    unit = RATES[name].unit
-    value = value if unit == "s" else float(max(1, round(value))) if unit in ("count", "bytes") else max(1.0, value)
-    assert parse_rate(f"{name}={write_value(name, value)}") == (name, pytest.approx(value, rel=6e-3))

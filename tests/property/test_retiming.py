@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.ext.observe.timeline import TraceTimeline, to_chrome
 from penstock.planner.cost import MachineCosts
 from penstock.planner.simulation.fair_share import fair_speeds
 from penstock.planner.simulation.program import Program, ProgramJob, WorkKind
@@ -132,18 +131,6 @@ def test_all_figures_so_many_times_as_good_divide_the_time(program: Program, cos
     for span, other in zip(timing.recording.spans, scaled.recording.spans, strict=True):
         assert (other.start, other.stop) == pytest.approx((span.start / factor, span.stop / factor), rel=1e-9, abs=0)
         assert other.inline == span.inline
-
-
-@examples(40)
-@given(programs(), machines())
-def test_a_run_on_paper_is_a_trace(program: Program, costs: Rates) -> None:
-    timing = retime(program, costs)
-    timeline = TraceTimeline(timing.recording)
-    assert str(timeline.summary())
-    assert list(to_chrome(timeline, 0))
-    assert timing.bound_by
-    for name, seconds in timing.busy_s.items():
-        assert 0 <= seconds <= (timing.marks[-1] - timing.marks[-2]) * (1 + 1e-9), name
 
 
 @given(

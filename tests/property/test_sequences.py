@@ -178,7 +178,13 @@ class Plain(Subject):
 
 class Ours(Subject):
     def __init__(
-        self, streams: Streams, placement: penstock.Placement, precision: str, tile_bytes: int, overlap: str
+        self,
+        streams: Streams,
+        placement: penstock.Placement,
+        precision: str,
+        tile_bytes: int,
+        overlap: str,
+        stage: int = 3,
     ) -> None:
         super().__init__()
         self.model = make_net()
@@ -188,6 +194,7 @@ class Ours(Subject):
             make_optimizer(self.model),
             placement=placement,
             precision=precision,
+            stage=stage,
             max_grad_norm=CLIP,
             overlap=overlap,
             options=penstock.Options(tile_bytes=tile_bytes),

@@ -1,6 +1,5 @@
 """What a rank takes of its device and of the host: counted before any of it is taken, refused where there is less."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,13 +154,6 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> OneDevice:
     return module
 
 
-def test_what_is_free_is_what_the_device_has_and_what_torch_keeps(one_device: OneDevice) -> None:
-    assert hardware.free_device_memory(CUDA) == 60_000
-    one_device.mem_get_info = lambda device: 1 / 0  # type: ignore[method-assign]
-    assert hardware.free_device_memory(CUDA) is None
-    assert hardware.free_device_memory(CPU) is None
-
-
 def test_a_device_without_memory_of_its_own_counts_with_the_host(one_device: OneDevice) -> None:
     assert hardware.shares_host_memory(CPU)
     assert not hardware.shares_host_memory(CUDA)
@@ -172,47 +164,6 @@ def test_a_device_without_memory_of_its_own_counts_with_the_host(one_device: One
     (host,) = memory_budget.memories(budget, CUDA, 1)
     assert host.needed == budget.device.nbytes
     assert host.name == "host"
-
-
-def test_what_is_free_on_an_accelerator_is_held_against_what_it_needs(one_device: OneDevice) -> None:
-    blueprint = drawn(Blocks())
-    budget = memory_budget.budget_of(blueprint, Blocks(), CUDA)
-    device, host = memory_budget.memories(budget, CUDA, 1)
-    assert (device.name, device.needed, device.available) == ("device", budget.device.nbytes, 60_000)
-    assert device.lack is not None
-    assert host.lack is None
-    assert f"; cuda:0 has 60,000 free, {budget.device.nbytes - 60_000:,} too few. Move state with" in device.lack
-    one_device.free = budget.device.nbytes - 10_000
-    device, _ = memory_budget.memories(budget, CUDA, 1)
-    assert device.lack is None
-    one_device.free -= 1
-    device, _ = memory_budget.memories(budget, CUDA, 1)
-    assert device.lack is not None
-    assert " 1 too few." in device.lack
-
-
-def test_what_the_model_takes_there_counts_as_free(one_device: OneDevice) -> None:
-    blueprint = drawn(Blocks())
-    counted = memory_budget.budget_of(blueprint, Blocks(), CUDA)
-    need = replace(counted.device, there=1_000)
-    budget = replace(counted, device=need)
-    one_device.free = need.nbytes - 11_000
-    device, _ = memory_budget.memories(budget, CUDA, 1)
-    assert device.lack is None
-    one_device.free -= 1
-    device, _ = memory_budget.memories(budget, CUDA, 1)
-    assert device.lack is not None
-    assert (
-        f"cuda:0 has {need.nbytes - 1_001:,} free, and 1,000 that the model takes there now, 1 too few." in device.lack
-    )
-
-
-def test_a_device_that_does_not_tell_is_not_held_against_anything(one_device: OneDevice) -> None:
-    one_device.mem_get_info = lambda device: 1 / 0  # type: ignore[method-assign]
-    blueprint = drawn(Blocks())
-    budget = memory_budget.budget_of(blueprint, Blocks(), CUDA)
-    device, _ = memory_budget.memories(budget, CUDA, 1)
-    assert (device.available, device.lack) == (None, None)
 
 
 def test_what_the_model_has_there_already_is_not_needed_twice() -> None:

@@ -1,6 +1,5 @@
 """What `prepare` would take, told without taking it: equal to what it takes then."""
 
-import inspect
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch import nn
 import penstock
 from penstock import ConfigError, MemoryBudgetError, Options, Placement, memory_budget
 from penstock import footprint as module
-from penstock.blueprint import PrepareRequest
 from penstock.footprint import Footprint, footprint
 from penstock.memory_budget import MemoryBudget, check_device
 from penstock.runtime.host_memory import Arena, HostMemory
@@ -160,16 +158,6 @@ def test_a_model_without_values_is_enough():
     assert all(parameter.is_meta for parameter in empty.parameters())
 
 
-def test_it_prints_as_a_table(tmp_path):
-    placement = Placement(params="cpu", optimizer="nvme", nvme_path=tmp_path)
-    found = told(Stack(), placement=placement, options=Options(device_bytes=1 << 30, tile_bytes=4 << 10))
-    rows = [line.split() for line in str(found).splitlines()]
-    assert rows[0] == ["kind", "tier", "bytes"]
-    assert ["param", "cpu", "10,240"] in rows
-    assert ["device", f"{found.device.nbytes:,}", f"{1 << 30:,}"] in rows
-    assert rows[-1] == ["a", "checkpoint", f"{found.checkpoint_bytes:,}"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -187,11 +175,3 @@ def test_what_cannot_be_is_refused_as_by_prepare(arguments, said):
     with pytest.raises(ConfigError) as caught:
         told(Stack(), **arguments)
     assert str(caught.value).startswith(said)
-
-
-def test_its_arguments_have_the_defaults_of_prepare():
-    ours = inspect.signature(PrepareRequest).parameters
-    theirs = inspect.signature(penstock.prepare).parameters
-    apart = ("model", "optimizer", "mesh", "plan", "batch")
-    defaults = {name: p.default for name, p in theirs.items() if name not in apart}
-    assert {name: p.default for name, p in ours.items()} == defaults | {"placement": Placement()}

@@ -12,9 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.blueprint import PrepareRequest, draw_blueprint
-from penstock.config import Tier
-from penstock.runtime.topology import Grid
 from tests.lib import engines
 from tests.lib.engines import adamw, squared, train
 from tests.lib.memory import disks
@@ -141,16 +138,6 @@ def test_two_models_do_not_share_parameters() -> None:
     optimizer.close()
 
 
-def test_its_state_dict_is_shown_by_gathered() -> None:
-    model = Blocks()
-    optimizer = prepared(model)
-    with optimizer.gathered():
-        shown, plain = model.state_dict(), Blocks().state_dict()
-        assert shown.keys() == plain.keys()
-        assert all(torch.equal(shown[name], plain[name]) for name in plain)
-    optimizer.close()
-
-
 def test_it_is_not_closed_inside_of_its_forward() -> None:
     model = Blocks()
     before = answer(model)
@@ -235,28 +222,6 @@ def test_evaluation_inference_mode_and_compiled_blocks() -> None:
     optimizer.close()
 
 
-def test_prepared_inside_of_inference_mode() -> None:
-    model = Blocks()
-    before = answer(model)
-    with torch.inference_mode():
-        optimizer = prepared(model)
-        assert torch.equal(model(INPUTS), before)
-    x = INPUTS.clone().requires_grad_()
-    squared(model(x)).backward()
-    assert x.grad is not None
-    optimizer.close()
-
-
-def test_a_trace_of_an_evaluation(tmp_path: Path) -> None:
-    model = Blocks()
-    optimizer = prepared(model, simulated)
-    with optimizer.trace(tmp_path / "trace.json") as report:
-        answer(model)
-    assert "gather" in (tmp_path / "trace.json").read_text()
-    assert str(report)
-    optimizer.close()
-
-
 def test_codes_are_not_cast_whatever_they_require() -> None:
     """All parameters count as frozen: 8-bit floats, and what stands beside them, as they are."""
     torch.manual_seed(0)
@@ -332,22 +297,6 @@ def test_a_tie_of_rounding_is_taken_as_it_was_computed_with(tmp_path: Path) -> N
         handle.close()
 
 
-def save_and_load(rank: int, folder: str, saves: bool) -> list[Tensor]:
-    model = Blocks(seed=0 if saves else 1)
-    handle = trained(model) if saves else prepared(model, precision="bf16", params="nvme")
-    handle.save(folder) if saves else handle.load(folder)
-    values = [handle.full_param(p).bfloat16() for p in model.parameters()]
-    handle.close()
-    return values
-
-
-def test_a_checkpoint_of_another_world_size(tmp_path: Path) -> None:
-    folder = str(tmp_path / "trained")
-    saved, *_ = run_ranks(save_and_load, 2, folder, True)
-    found = save_and_load(0, folder, False)
-    assert all(torch.equal(a, b) for a, b in zip(found, saved, strict=True))
-
-
 # Ranks, and what is planned
 
 
@@ -365,24 +314,3 @@ def test_ranks_agree_on_whether_they_train() -> None:
     for message in run_ranks(apart, 2):
         assert "optimizer" in message
         assert "none" in message
-
-
-@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
-def test_a_blueprint_has_parameters_and_the_ring_of_files_alone(tier: str) -> None:
-    model = Blocks()
-    request = PrepareRequest(
-        placement=penstock.Placement(params=tier, grads="nvme", optimizer="nvme", nvme_path="."),
-        reduce_dtype=torch.float32,
-        master="fp32",
-        max_grad_norm=1.0,
-        overlap="forward",
-    )
-    blueprint = draw_blueprint(model, None, request, Grid(), separate().reach)
-    assert {segment.storage for segment in blueprint.segments} == (
-        {"param"} if tier != "nvme" else {"param", "staging"}
-    )
-    assert {plan.spec.name for plan in blueprint.units} == {"root", "blocks.0", "blocks.1"}
-    numel = sum(-(-p.numel() // 256) * 256 for p in model.parameters())
-    params = [cell for segment in blueprint.segments if segment.storage == "param" for cell in segment.cells]
-    assert sum(cell.nbytes for cell in params) == 2 * numel
-    assert {cell.tier for cell in params} == {Tier(tier)}

@@ -229,7 +229,6 @@ def test_nothing_of_tokens_by_vocabulary_is_made_and_one_gradient_of_the_weight(
     ("change", "message"),
     [
         ({"reduction": "none"}, "reduction='none': use one of mean, sum."),
-        ({"chunk_bytes": 0}, "chunk_bytes=0 is too small. Use 1 or more."),
         (
             {"weight": torch.ones(RAGGED, 3)},
             "hidden (3, 4, 16), weight (293, 3), labels (3, 4): use a hidden of (..., width) and a weight of "
@@ -245,10 +244,6 @@ def test_nothing_of_tokens_by_vocabulary_is_made_and_one_gradient_of_the_weight(
         ),
         ({"labels": torch.zeros(3, 4, dtype=torch.int32)}, "labels are torch.int32. Use torch.int64."),
         (
-            {"weight": torch.ones(RAGGED, WIDTH, dtype=torch.int8)},
-            "hidden torch.float32, weight torch.int8, bias torch.float32: use floating point.",
-        ),
-        (
             {"weight": torch.ones(RAGGED, WIDTH).bfloat16()},
             "hidden torch.float32, weight torch.bfloat16, bias torch.float32: use one dtype, or autocast.",
         ),
@@ -259,10 +254,6 @@ def test_nothing_of_tokens_by_vocabulary_is_made_and_one_gradient_of_the_weight(
         (
             {"labels": torch.full((3, 4), RAGGED)},
             "Label 293 is none of the 293 classes of the weight, and not ignore_index=-100.",
-        ),
-        (
-            {"labels": torch.full((3, 4), -1)},
-            "Label -1 is none of the 293 classes of the weight, and not ignore_index=-100.",
         ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",

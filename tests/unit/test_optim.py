@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import ConfigError
 from penstock.optim import Lamb, MuonAdamW
-from penstock.rules import StateFormat, rule_for
 from tests.lib.refusals import Refusal, refused, rows
 
 MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 brought it")
@@ -138,53 +137,6 @@ def test_a_tensor_as_learning_rate_is_each_groups_own() -> None:
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.8, 0.4, 0.2])
 
 
-@MUON
-def test_its_rule_is_its_step() -> None:
-    from tests.unit.rules.test_whole import segment_of
-
-    model = Model()
-    optimizer = MuonAdamW(model, lr=0.02, adamw_lr=0.003, split={"*.qkv_proj.weight": 3})
-    rule = rule_for(optimizer)
-    assert [spec.name for spec in rule.states] == ["momentum_buffer", "exp_avg", "exp_avg_sq"]
-    assert rule.whole
-    assert [(g["rule"], g.get("split")) for g in optimizer.param_groups] == [
-        ("muon", None),
-        ("muon", 3),
-        ("adamw", None),
-    ]
-    before = {p: p.detach().clone() for p in model.parameters()}
-    set_grads(model, 1)
-    optimizer.step()
-    for group in optimizer.param_groups:
-        part = rule.part(group)
-        assert part.whole == (group["rule"] == "muon")
-        for p in group["params"]:
-            update_slice = segment_of(part, before[p], padding=0)
-            assert p.grad is not None
-            update_slice.grad.copy_(p.grad.flatten())
-            part.update(update_slice, rule.step_scalars(group, 1), 1.0, None)
-            if part.whole:
-                assert torch.equal(update_slice.param.view(p.shape), p)
-            else:
-                torch.testing.assert_close(update_slice.param.view(p.shape), p.detach(), rtol=1e-6, atol=1e-7)
-
-
-def test_groups_of_the_union_say_which_part() -> None:
-    optimizer = MuonAdamW(Model())
-    rule = rule_for(optimizer, StateFormat("int8"))
-    assert [spec.dtype for spec in rule.states] == [torch.uint8] * 3
-    with pytest.raises(ConfigError, match="A parameter group of MuonAdamW says 'rule': 'muon' or 'adamw'"):
-        rule.part({"rule": "sgd"})
-    assert rule.state_shape("exp_avg", (4, 5)) == (4, 5)
-    assert rule.state_shape("momentum_buffer", (4,)) is None
-    assert rule.part(optimizer.param_groups[0]).state_shape("exp_avg", (4, 5)) is None
-    assert rule.working_bytes((4, 5)) == rule.part(optimizer.param_groups[0]).working_bytes((4, 5)) > 0
-    assert rule.working_bytes((4,)) == rule.part(optimizer.param_groups[-1]).working_bytes((4,)) == 0
-    optimizer.param_groups[-1]["capturable"] = True
-    with pytest.raises(ConfigError, match="Parameter group 1: capturable=True"):
-        rule_for(optimizer)
-
-
 def test_groups_are_added_saved_and_loaded() -> None:
     model = Model()
     optimizer = MuonAdamW(model, lr=0.02)
@@ -220,14 +172,11 @@ def lamb(**options: Any) -> Refusal:
 NO_NAMES = "needs more than shapes"
 REFUSED = {
     "no such muon": muon("muon: the pattern 'nothing.*' names none of the trainable", muon=["nothing.*"]),
-    "a frozen one": muon("adamw: the pattern 'frozen' names none", adamw=["frozen"]),
     "a split of no matrix": muon("split: the pattern 'tokens.weight' names none", split={"tokens.weight": 2}),
     "unequal parts": muon(": split=5: ", split={"block.qkv_proj.weight": 5}),
-    "too few rows": muon("has 16 rows, a parameter of shape", split={"block.qkv_proj.weight": (8, 8)}),
     "no number of parts": muon("give a number of equal parts", split={"block.qkv_proj.weight": "three"}),
     "a vector": muon("block.norm.bias: Muon takes matrices", muon=["block.norm.bias"]),
     "nothing left": muon("found no matrix for Muon", adamw=["*"]),
-    "lr": muon("-1.0", lr=-1.0),
     "momentum": muon("momentum=-1.0: use 0 or more", momentum=-1.0),
     "ns_dtype": muon("ns_dtype='fp16': use 'bf16' or 'fp32'", ns_dtype="fp16"),
     "no names": Refusal(lambda: MuonAdamW(Model().parameters()), NO_NAMES),
@@ -237,9 +186,6 @@ REFUSED = {
         TypeError,
     ),
     "lr of Lamb": lamb(lr=-1.0),
-    "betas of Lamb": lamb(betas=(1.0, 0.9)),
-    "eps of Lamb": lamb(eps=-1.0),
-    "weight_decay of Lamb": lamb(weight_decay=-0.1),
 }
 
 

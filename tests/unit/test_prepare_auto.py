@@ -24,7 +24,6 @@ from penstock.planner.make_plan import plan_here
 from penstock.planner.plans import Plan, Shortfall, model_fingerprint
 from penstock.planner.this_machine import remember
 from penstock.probe.fingerprint import fingerprint
-from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.host_memory import HostMemory
 from penstock.runtime.topology import Grid
 from tests.lib.memory import disks
@@ -128,10 +127,6 @@ class TestWithAPlan:
             monkeypatch.setitem(sys.modules, name, None)  # to import it fails
         prepare(plan=plan()).close()
 
-    def test_options_that_no_plan_decides_stay_the_users(self, requests):
-        prepare(plan=plan(), options=Options(max_skipped_steps=3)).close()
-        assert requests[0].options == replace(TILES, max_skipped_steps=3)
-
     def test_the_log_says_what_was_chosen_and_nothing_is_printed(self, caplog, capsys):
         with caplog.at_level(logging.INFO, logger="penstock"):
             prepare(plan=plan()).close()
@@ -162,17 +157,12 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         dict,
         "placement='auto' needs to know what it is for: give plan=, the file that penstock plan wrote, or",
     ),
-    "both": (lambda: {"plan": plan(), "batch": net}, "plan= and batch= both say what placement='auto' is for."),
     "plan for a placement": (lambda: {"placement": None, "plan": plan()}, "plan= goes with placement='auto' alone."),
     "batch for a placement": (
         lambda: {"placement": Placement(), "batch": net},
         "batch= goes with placement='auto' alone. Give that, or leave batch= out.",
     ),
-    "no plan": (lambda: {"plan": 3}, "plan is a int. Give a penstock.planner.Plan, or the file of one."),
-    "no function": (lambda: {"batch": torch.zeros(1)}, "batch is a Tensor. Give a function that makes one"),
-    "no file": (lambda: {"plan": "/nowhere/plan.json"}, "/nowhere/plan.json is not read: No such file"),
     "another precision": (lambda: {"plan": plan(), "precision": "bf16"}, "precision fp32, this run has bf16"),
-    "another stage": (lambda: {"plan": plan(), "stage": 1}, "The plan is for stage 3, this run has 1: plan again"),
     "more ranks": (lambda: {"plan": plan(world_size=2)}, "The plan is for world size 2, this run has 1: plan again"),
     "another model": (
         lambda: {"plan": plan(model_fingerprint="9 tensors")},
@@ -182,7 +172,6 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"plan": plan(machine_fingerprint={"cpu": "Z80"})},
         "The plan is for a machine whose cpu is 'Z80', here it is",
     ),
-    "overlap": (lambda: {"plan": plan(), "overlap": "none"}, "overlap is 'none' here and 'forward' in the plan."),
     "options": (
         lambda: {"plan": plan(), "options": Options(tile_bytes=1 << 12)},
         "Options(tile_bytes) is 4096 here and 16384 in the plan.",
@@ -201,7 +190,6 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "The plan was made without names of folders, and nvme0, nvme1 stand for 2 of them. Plan again with penstock "
         "plan --folders, or name them as placement.nvme_path in the plan.",
     ),
-    "a value beside": (lambda: {"plan": "/nowhere", "precision": "fp8"}, "precision='fp8': use one of"),
 }
 
 
@@ -248,15 +236,6 @@ class TestWithABatch:
         assert not optimizer.step().skipped
         optimizer.close()
 
-    def test_a_precision_that_is_not_said_is_planned_for(self, laptop):
-        model = net()
-        optimizer = penstock.prepare(
-            model, adamw(model), placement="auto", batch=lambda: torch.randn(4, 32), options=TILES
-        )
-        assert optimizer.plan is not None
-        assert optimizer.plan.precision == "bf16"
-        optimizer.close()
-
     @pytest.mark.parametrize(
         ("shares", "options", "limits"),
         [
@@ -275,19 +254,6 @@ class TestWithABatch:
         plan_here(model, adamw(model), net, {"options": options}, machine=machine, device=CPU, grid=Grid())
         assert (asked[0]["device_bytes"], asked[0]["host_bytes"]) == limits
         assert asked[0]["options"] == options
-
-    @pytest.mark.parametrize(("timeout_s", "patience_s"), [(5.0, preparing.PATIENCE_S), (9000.0, 9000.0)])
-    def test_ranks_wait_longer_for_a_plan_than_for_each_other(self, timeout_s, patience_s, monkeypatch):
-        waits: list[float | None] = []
-        another = ControlGroup.another
-
-        def noted(self: ControlGroup, *, timeout_s: float | None = None, **rest: Any) -> ControlGroup:
-            waits.append(timeout_s)
-            return another(self, timeout_s=timeout_s, **rest)
-
-        monkeypatch.setattr(ControlGroup, "another", noted)
-        prepare(plan=plan(), options=Options(timeout_s=timeout_s)).close()
-        assert waits[0] == patience_s
 
     def test_a_failing_batch_is_said(self, laptop, nothing_built):
         def batch() -> torch.Tensor:
@@ -310,15 +276,6 @@ class TestFootprint:
         assert found.at_rest.rows == by_hand.at_rest.rows
         assert found.device == by_hand.device
         assert found.checkpoint_bytes == by_hand.checkpoint_bytes
-
-    def test_it_is_for_the_ranks_that_there_will_be(self):
-        model = net()
-        found = footprint(
-            model, adamw(model), placement="auto", plan=plan(world_size=4), precision="fp32", world_size=4
-        )
-        assert found.world_size == 4
-        with pytest.raises(ConfigError, match="for world size 4, this run has 2"):
-            footprint(model, adamw(model), placement="auto", plan=plan(world_size=4), precision="fp32", world_size=2)
 
     @pytest.mark.parametrize("arguments", [{}, {"batch": net}])
     def test_it_rehearses_nothing(self, arguments):

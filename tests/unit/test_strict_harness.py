@@ -79,7 +79,6 @@ def run(folder: Path, files: dict[str, str]) -> Run:
 
 
 EVERYTHING = """
-import ctypes
 import os
 import sys
 import time
@@ -105,15 +104,6 @@ def test_fails():
     here, there = [1, 2, 3], [1, 2, 4]
     assert here == there
 
-@pytest.mark.skip(reason="not today")
-def test_skipped(): ...
-
-@pytest.mark.xfail(reason="known")
-def test_known(): assert False
-
-@pytest.mark.xfail(reason="no longer")
-def test_no_longer(): ...
-
 @pytest.mark.parametrize("value", ["a-b[c]", "d e/f", "\\u00e9"])
 def test_values(value): assert value != "d e/f"
 
@@ -123,19 +113,6 @@ def test_aborts():
 
 def test_after_an_abort(made):
     assert len(made) == 1
-
-def test_reads_nothing():
-    ctypes.string_at(0)
-
-def test_exits():
-    os._exit(7)
-
-@pytest.fixture
-def crashing_end():
-    yield
-    os.abort()
-
-def test_crashes_at_its_end(crashing_end): ...
 
 @pytest.mark.timeout(1)
 def test_hangs():
@@ -168,22 +145,17 @@ def test_outcomes(everything: Run) -> None:
     passed = dict.fromkeys(("setup", "call", "teardown"), "passed")
     for name in ("passes", "keeps_the_fixture", "values[a-b[c]]", "after_an_abort", "is_last", "beside"):
         assert everything.ended(f"test_{name}") == passed, name
-    for name in ("fails", "values[d e/f]", "no_longer"):
+    for name in ("fails", "values[d e/f]"):
         assert everything.ended(f"test_{name}") == passed | {"call": "failed"}, name
-    assert everything.ended("test_skipped") == {"setup": "skipped", "teardown": "passed"}
-    assert everything.ended("test_known") == passed | {"call": "skipped"}
-    assert everything.ended("test_crashes_at_its_end") == passed | {"teardown": "failed"}
     assert everything.ended("test_broken")["setup"] == "failed"
     assert "only there" in everything.of("test_broken")["setup"]["text"]
-    assert everything.counts.startswith("7 failed, 8 passed, 1 skipped, 1 xfailed, 2 errors")
+    assert everything.counts.startswith("4 failed, 7 passed, 1 error")
 
 
 @pytest.mark.parametrize(
     ("name", "how", "where"),
     [
         ("aborts", "died of SIGABRT", "why it aborts\nFatal Python error: Aborted"),
-        ("reads_nothing", "died of SIGSEGV", "in string_at"),
-        ("exits", "ended with exit code 7", ""),
         ("hangs", "was stopped after 1 s", "in test_hangs"),
     ],
 )
@@ -192,11 +164,3 @@ def test_crashes_are_failures(everything: Run, name: str, how: str, where: str) 
     text = everything.of(f"test_{name}")["call"]["text"]
     assert text.splitlines()[0] == f"the strict process {how}"
     assert where in text
-
-
-def test_a_process_that_does_not_start_fails_every_item(tmp_path: Path) -> None:
-    small = "def test_one(): ...\ndef test_two(): ...\n"
-    done = run(tmp_path, {"device/test_small.py": small, "stub.py": "import os; os.abort()\n"})
-    assert done.counts.startswith("2 errors in")
-    for name in ("test_one", "test_two"):
-        assert "died of SIGABRT" in done.of(name)["setup"]["text"]

@@ -7,7 +7,6 @@ import pytest
 
 from penstock.ext.observe import timeline as trace
 from penstock.ext.observe.timeline import (
-    OUTSIDE,
     Recording,
     TraceTimeline,
     Use,
@@ -159,13 +158,6 @@ class TestSummary:
         spans = [Span(row, "x y", 0, 7 if row == busiest else 3) for row in rows]
         assert TraceTimeline(recording(spans, compute=[(0, "forward a"), (6, "")])).summary().bound_by == name
 
-    def test_so_does_compute_and_what_is_not_traced(self) -> None:
-        spans = [Span("upload", "gather a", 0, 3)]
-        assert (
-            TraceTimeline(recording(spans, compute=[(0, "forward a"), (6, "")])).summary().bound_by == "device compute"
-        )
-        assert TraceTimeline(recording(spans, stop=20, compute=[(0, "f a"), (6, "")])).summary().bound_by == OUTSIDE
-
     def test_reads_and_writes_share_the_disk(self) -> None:
         """Neither is busier than compute; together they are."""
         spans = [Span("fetch", "update a", 0, 4), Span("write", "update a", 4, 9)]
@@ -186,12 +178,6 @@ class TestSummary:
         assert words(lines[8]) == "gather a (upload) 40% 4.0000"
         assert words(lines[-1]) == "3 others 15% 1.5000"
         assert len(lines) == 8 + 10 + 1
-
-    def test_nothing_happened(self) -> None:
-        summary = TraceTimeline(Recording(0, 0, [])).summary()
-        assert summary.rows == {}
-        assert summary.bound_by == OUTSIDE
-        assert "0.000 s traced" in str(summary)
 
 
 class TestChrome:

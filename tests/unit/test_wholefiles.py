@@ -53,7 +53,7 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path):
     reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
     reader.start()
     Machine.read("h100-node").write(pipe)  # replaced by a file, as /dev/null was by the first of these writers
-    reader.join(timeout=30)
+    reader.join(timeout=60)
     assert found
     assert found[0].startswith("{")
     assert stat.S_ISFIFO(pipe.lstat().st_mode)

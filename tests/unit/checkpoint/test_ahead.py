@@ -77,19 +77,6 @@ def test_the_values_are_those_of_the_files(tmp_path, monkeypatch, cached, spaces
     files.close()
 
 
-def test_values_may_be_asked_for_in_smaller_parts_or_another_order(tmp_path):
-    given = write(tmp_path)
-    files = WeightFiles(tmp_path)
-    reader = ReadAhead(files, [ReadSpan(name, 0, value.numel()) for name, value in given.items()], 40_000)
-    for name in ("large", "last", "wide", "bytes"):
-        flat = given[name].view(-1)
-        for start in range(0, flat.numel(), 1000):
-            stop = min(start + 1000, flat.numel())
-            assert torch.equal(collect(reader, name, start, stop, flat.dtype), flat[start:stop])
-    reader.close()
-    files.close()
-
-
 def test_reads_are_in_flight_before_anything_is_asked_for_and_take_no_more_than_they_may(tmp_path):
     zeros = torch.zeros(1 << 20, dtype=torch.uint8)
     save_file({"one": zeros}, tmp_path / "a.safetensors", metadata={"format": "pt"})
@@ -101,18 +88,6 @@ def test_reads_are_in_flight_before_anything_is_asked_for_and_take_no_more_than_
     seen = {piece.data_ptr() // PAGE for _, piece in reader.pieces("one", 0, 1 << 20)}
     assert seen <= {slot // PAGE for slot in slots}
     assert files.read_bytes == 1 << 20
-    reader.close()
-
-
-def test_of_many_files_few_are_open_at_once(tmp_path):
-    given = {f"{number:03d}": torch.full((100,), number, dtype=torch.uint8) for number in range(4 * ahead.SLOTS)}
-    for name, value in given.items():
-        save_file({name: value}, tmp_path / f"{name}.safetensors")
-    files, before = WeightFiles(tmp_path), len(os.listdir("/proc/self/fd"))
-    reader = ReadAhead(files, [ReadSpan(name, 0, 100) for name in given], 1 << 20)
-    for name, value in given.items():
-        assert torch.equal(collect(reader, name, 0, 100, torch.uint8), value)
-        assert len(os.listdir("/proc/self/fd")) <= before + ahead.SLOTS + 1
     reader.close()
 
 
@@ -133,19 +108,3 @@ def test_a_file_that_ends_before_its_tensors(tmp_path, monkeypatch, kept_bytes):
     monkeypatch.setattr(ahead.File, "existing", shortened)
     with pytest.raises(CheckpointError, match=r"a\.safetensors failed: it ends before its tensors do"):
         read()
-
-
-def test_a_file_is_cached_once_it_was_read_and_not_once_it_was_looked_at(tmp_path):
-    file = tmp_path / "file"
-    file.write_bytes(os.urandom(16 << 20))
-    descriptor = os.open(file, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    before = ahead._is_cached(file)
-    if before:
-        pytest.skip("the file system keeps its pages")
-    assert not any(ahead._is_cached(file) for _ in range(3))
-    while os.read(descriptor, 1 << 20):
-        pass
-    os.close(descriptor)
-    assert ahead._is_cached(file)

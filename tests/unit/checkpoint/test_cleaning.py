@@ -64,22 +64,6 @@ def test_what_was_just_written_stays_whatever_leads_to_it(optimizer, tmp_path):
     assert names(parent) == ["best", "model"]
 
 
-def test_files_that_look_like_ours_stay(optimizer, tmp_path):
-    theirs = ["adapters/20260101.safetensors", "logs/20261122-00001.json", "ck/12345678-00000.json", "fifo/a"]
-    for name in theirs[:-1]:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("of the user")
-    (tmp_path / "fifo").mkdir()
-    os.mkfifo(tmp_path / "fifo" / "12345678-00000.tiles")
-    for _ in range(2):
-        optimizer.save(tmp_path / "ck", keep=1)
-    optimizer.save(tmp_path / "next", keep=1)
-    for name in theirs[:-1]:
-        assert (tmp_path / name).read_text() == "of the user"
-    assert names(tmp_path / "ck") == ["12345678-00000.json"]
-    assert names(tmp_path / "fifo") == ["12345678-00000.tiles"]
-
-
 def test_leftovers_of_a_save_that_was_killed_go(optimizer, tmp_path):
     """With the data file last: a cleaning that is killed can be gone on with."""
     dead = tmp_path / "dead"

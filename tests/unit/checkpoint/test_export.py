@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import penstock
 from penstock.ext import export as module
 from penstock.rules import split_master
-from tests.lib.memory import disks
 from tests.lib.models import WORDS, llama, seeded
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import Refusal, refused, rows
@@ -150,15 +149,6 @@ def test_files_are_divided_and_indexed(most_bytes: int, tmp_path: Path) -> None:
     for file in (tmp_path / "out").glob("*.safetensors"):
         assert file.stat().st_size <= max(most_bytes, WORDS * 32 * 4) + 8192
     loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert torch.equal(logits(loaded), expected)
-
-
-def test_state_on_every_tier(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    placement = penstock.Placement(params="nvme", optimizer={"device": 0.3, "cpu": 0.3, "nvme": 0.4}, nvme_path=disks())
-    expected = saved(llama(), tmp_path / "step", precision="fp32", placement=placement)
-    penstock.export(tmp_path / "step", tmp_path / "out", dtype="fp32")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded), expected)
 
 
@@ -351,15 +341,6 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
 
 
-def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llama()
-    expected = saved(model, tmp_path / "step", precision="fp32")
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: real(descriptor, data[:1000], offset))
-    penstock.export(tmp_path / "step", tmp_path / "out", dtype="fp32")
-    assert torch.equal(logits(type(model).from_pretrained(tmp_path / "out")), expected)
-
-
 KILLED = """
 import os, sys, penstock
 real, calls = os.pwrite, []
@@ -397,15 +378,6 @@ def test_what_somebody_has_beside_an_export_is_not_touched(is_link: bool, tmp_pa
     assert (theirs / "deep" / "mine").read_text() == "x"
     assert (tmp_path / ".out.export").is_symlink() == is_link
     assert not (tmp_path / "out").exists()
-
-
-def test_two_exports_to_one_folder(tmp_path: Path) -> None:
-    saved(llama(), tmp_path / "step", steps=0)
-    with (
-        module._hidden(tmp_path / "out", [""]),
-        pytest.raises(penstock.CheckpointError, match=r"Another export to .* is running"),
-    ):
-        penstock.export(tmp_path / "step", tmp_path / "out")
 
 
 # Memory

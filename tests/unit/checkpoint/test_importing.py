@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint import folder as folders
 from penstock.checkpoint.reader import Checkpoint
 from penstock.checkpoint.tiles import TileReader
 from penstock.ext.interop import importing
@@ -77,19 +76,6 @@ def test_what_is_beyond_a_parameter_is_zero(tmp_path: Path, monkeypatch: pytest.
                     assert not values[used:].any()
                     seen += values[used:].numel()
     assert seen > 0
-
-
-def test_the_name_of_the_marker_is_on_the_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[bool] = []
-    sync = folders.sync_folder
-
-    def note(path: Path) -> None:
-        sync(path)
-        synced.append((path / folders.MARKER).exists())
-
-    monkeypatch.setattr(folders, "sync_folder", note)
-    write(tmp_path / "a", *build())
-    assert synced[-1], "a power failure would take the marker back"
 
 
 def test_what_fails_in_between_leaves_nothing(tmp_path: Path) -> None:

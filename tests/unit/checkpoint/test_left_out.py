@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.reader import Checkpoint, summarize
 from penstock.errors import CheckpointError
 from tests.hostile_checkpoints import grown
 from tests.lib.memory import disks
-from tests.lib.ranks import run_ranks
 
 WIDTH = 64
 
@@ -79,15 +77,6 @@ def test_a_resume_is_exact_and_the_base_is_not_written(blocking: bool, tmp_path:
     assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
-def test_a_summary_says_what_was_left_out(tmp_path: Path) -> None:
-    _, optimizer = prepared()
-    optimizer.save(tmp_path / "small", frozen=False)
-    optimizer.close()
-    found = summarize(Checkpoint.open(tmp_path / "small"))
-    assert found["parameters"]["left_out_numel"] == 2 * (2 * WIDTH * WIDTH + WIDTH)
-    assert {row["kind"] for row in found["kinds"]} == {"param", "master", "exp_avg", "exp_avg_sq"}
-
-
 def test_an_export_takes_what_was_left_out_from_a_folder(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -152,25 +141,6 @@ def test_a_base_in_parts_is_not_taken_for_whole(tmp_path: Path) -> None:
     optimizer.close()
 
 
-def test_adapters_in_parts_are_mended_by_adapters(tmp_path: Path) -> None:
-    model, optimizer = prepared()
-    for name in ("one", "two"):
-        step(model, optimizer)
-        optimizer.save(tmp_path / name, frozen=False)
-    expected = step(model, optimizer)
-    (data,) = (tmp_path / "two").glob("*.tiles")
-    intact = data.read_bytes()
-    data.write_bytes(bytes(byte ^ 1 for byte in intact))
-    with pytest.raises(CheckpointError):
-        optimizer.load(tmp_path / "two", verify=False)
-    optimizer.load(tmp_path / "one")
-    step(model, optimizer)
-    data.write_bytes(intact)
-    optimizer.load(tmp_path / "two")
-    assert step(model, optimizer) == expected
-    optimizer.close()
-
-
 @pytest.mark.parametrize(
     ("saved", "name", "text"),
     [
@@ -195,20 +165,3 @@ def test_a_marker_that_says_what_is_not_so(saved: str, name: str, text: str, tmp
         penstock.export(tmp_path / "lying", tmp_path / "out", base=tmp_path)
     assert all(torch.equal(value, before[key]) for key, value in values(model, optimizer).items())
     optimizer.close()
-
-
-def on_ranks(rank: int, folder: Path, first: bool) -> list[float]:
-    model, optimizer = prepared(stage=3 if first else 1)
-    if first:
-        step(model, optimizer)
-        optimizer.save(folder / "small", frozen=False)
-    else:
-        optimizer.load(folder / "small")
-    losses = [step(model, optimizer) for _ in range(2)]
-    optimizer.close()
-    return losses
-
-
-def test_between_world_sizes(tmp_path: Path) -> None:
-    expected = run_ranks(on_ranks, 2, tmp_path, True)[0]
-    assert on_ranks(0, tmp_path, False) == pytest.approx(expected, rel=2e-2)

@@ -1,7 +1,5 @@
 """Causal language models whose logits never exist whole, beside the same models whose do."""
 
-import copy
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -125,21 +123,6 @@ def test_labels_that_are_shifted_already_need_no_others() -> None:
         assert model(given["input_ids"], labels=None, shift_labels=shifted).loss is not None
 
 
-def test_arguments_by_position_and_what_comes_out_beside_the_loss() -> None:
-    plain, model = (tiny("LlamaForCausalLM") for _ in range(2))
-    chunk_loss(model)
-    given = batch()
-    ids = given.pop("input_ids")
-    theirs = plain(ids, **given, output_hidden_states=True)
-    ours = model(ids, **given, output_hidden_states=True)
-    assert all(torch.equal(a, b) for a, b in zip(ours.hidden_states, theirs.hidden_states, strict=True))
-    assert set(theirs.keys()) - set(ours.keys()) == {"logits"}
-    loss, *_ = model(ids, **given, return_dict=False)
-    assert torch.equal(loss, ours.loss)
-    with pytest.raises(TypeError, match="multiple values"):
-        model(ids, input_ids=ids, **given)
-
-
 def test_no_logits_are_ever_made() -> None:
     model = tiny("LlamaForCausalLM")
     chunk_loss(model, chunk_bytes=LEAST)
@@ -171,19 +154,6 @@ def test_on_the_meta_device_and_prepared(tmp_path: Path, when: str) -> None:
     for a, b in zip(again.parameters(), saved.parameters(), strict=True):
         assert torch.equal(a, b)
     assert type(again.lm_head) is nn.Linear
-
-
-def test_a_copy_has_a_forward_of_its_own() -> None:
-    model = tiny("LlamaForCausalLM")
-    chunk_loss(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.forward.__self__ is other
-        with torch.no_grad():
-            other.lm_head.weight.zero_()
-        output = other(**batch())
-        assert output.loss.item() == pytest.approx(torch.tensor(float(RAGGED)).log().item())
-    assert copy.deepcopy(model)(**batch()).logits is None
-    assert model.lm_head.weight.any()
 
 
 def adapted(model: Any, **changes: Any) -> Any:

@@ -257,15 +257,6 @@ def test_an_index_that_lies(edit: Callable[[Any], None], match: str, whole: Path
     refused(whole, match)
 
 
-def test_numbers_in_the_place_of_names(tmp_path: Path) -> None:
-    model, optimizer = plain(1)
-    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=tmp_path / "whole", no_dist=True)
-    refused(tmp_path / "whole", r"Save what get_state_dict\(\) gives")
-    (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "is no checkpoint of torch.distributed.checkpoint")
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_damaged_files(seed: int, saved: Path, tmp_path: Path) -> None:
     """A few bytes of a file are others, or it is cut: read, or refused in one line."""

@@ -12,7 +12,6 @@ from penstock.integrations.huggingface import (
     PRESETS,
     build_empty,
     build_model,
-    enable_activation_checkpointing,
     find_model,
     save_pretrained,
 )
@@ -85,26 +84,14 @@ def quantised(by: Any) -> Callable[[Path], None]:
     return lambda folder: edit_config(folder, quantization_config=by)
 
 
-def inside(folder: Path) -> None:
-    edit_config(folder, text_config={"quantization_config": {"quant_method": "fp8"}})
-
-
-def rename(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 def damage(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00not json")
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bitsandbytes": (quantised({"quant_method": "bitsandbytes"}), "is quantised (bitsandbytes): its codes are not"),
-    "inside of a text config": (inside, "is quantised (fp8): its codes are not streamed"),
-    "by nobody": (quantised({"bits": 4}), "is quantised (by an unknown method)"),
     "by what steers a terminal": (quantised({"quant_method": "\x1b[2J"}), r"is quantised (\x1b[2J)"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "is not a model folder: it has no config.json."),
-    "a damaged config": (lambda folder: (folder / "config.json").write_text("{"), ": its config.json cannot be read: "),
-    "another format": (rename, "has no .safetensors weights, the only format that is read."),
     "no causal language model": (
         lambda folder: edit_config(folder, model_type="vit", architectures=["ViTModel"]),
         " is a 'vit' model, not a causal language model.",
@@ -125,15 +112,6 @@ def test_a_folder_that_cannot_be_used_is_one_line(name: str, folder: Path) -> No
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"^--model 'huge' is neither .* The presets are tiny, small, medium\.$"):
         find_model("huge", seq_length=8)
-
-
-def test_activations_are_recomputed_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = micro_llama(tied=False)
-    enable_activation_checkpointing(model)
-    assert all(layer.gradient_checkpointing for layer in model.model.layers)
-    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
-    with pytest.raises(ConfigError, match=r"^LlamaForCausalLM cannot recompute activations: "):
-        enable_activation_checkpointing(model)
 
 
 def step_once(model: Any, **settings: Any) -> penstock.Optimizer:

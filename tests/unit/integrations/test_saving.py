@@ -1,6 +1,5 @@
 """The final model is written while it is gathered: the same files as transformers writes of a model in memory."""
 
-import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -94,28 +93,6 @@ def test_the_files_are_those_of_transformers(
             torch.testing.assert_close(found[name], value, rtol=0, atol=0)
     _, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report
-
-
-def test_several_files_have_an_index_like_that_of_transformers(tmp_path: Path) -> None:
-    model = llama()
-    model.save_pretrained(tmp_path / "plain", max_shard_size=3000)
-    optimizer = prepared(model)
-    save_pretrained(model, optimizer, tmp_path / "ours", max_shard_bytes=3000)
-    index = "model.safetensors.index.json"
-    wanted, found = (json.loads((tmp_path / name / index).read_text()) for name in ("plain", "ours"))
-    assert found["metadata"] == wanted["metadata"]
-    assert found["weight_map"].keys() == wanted["weight_map"].keys()
-    assert {file.name for file in (tmp_path / "ours").glob("*.safetensors")} == set(found["weight_map"].values())
-    _, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(report.values()), report
-    # One file takes the place of several.
-    save_pretrained(model, optimizer, tmp_path / "ours")
-    optimizer.close()
-    assert sorted(file.name for file in (tmp_path / "ours").iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ]
 
 
 def test_no_more_is_in_memory_than_is_gathered_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

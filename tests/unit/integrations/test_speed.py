@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.integrations.speed import Speed, device_name, flops_per_token, peak_flops
+from penstock.integrations.speed import flops_per_token, peak_flops
 from tests.lib import models
 
 HIDDEN, MIDDLE, LAYERS, VOCABULARY = 16, 32, 2, 64
@@ -24,11 +24,6 @@ def llama(**sizes: Any) -> nn.Module:
 def test_six_operations_for_each_weight_of_a_product(tied: bool) -> None:
     model = llama(tie_word_embeddings=tied)
     assert flops_per_token(model, seq_length=8) == 6 * PRODUCTS + ATTENTION
-
-
-def test_heads_may_be_wider_than_the_hidden_states() -> None:
-    wide = LAYERS * (OF_LAYER + 4 * HIDDEN * HIDDEN) + HIDDEN * VOCABULARY
-    assert flops_per_token(llama(head_dim=16), seq_length=8) == 6 * wide + 2 * ATTENTION
 
 
 class Adapted(nn.Module):
@@ -75,32 +70,18 @@ def test_of_a_mixture_the_experts_that_a_token_sees() -> None:
     )
 
 
-def test_the_share_is_of_all_ranks_devices() -> None:
-    assert Speed(flops_per_token=100.0, peak_flops=1e6).mfu(2000.0, world_size=4) == 0.05
-
-
 @pytest.mark.parametrize(
     ("name", "peaks"),
     [
         ("NVIDIA H200", (989.5e12, 989.5e12, 67e12)),
-        ("NVIDIA H100 80GB HBM3", (989.5e12, 989.5e12, 67e12)),
         ("NVIDIA A100-SXM4-80GB", (312e12, 312e12, 19.5e12)),
-        ("NVIDIA L40S", (362.05e12, 362.05e12, 91.6e12)),
         ("NVIDIA GeForce RTX 4090", (165.2e12, 165.2e12, 82.6e12)),
         ("Tesla V100-SXM2-32GB", (None, 125e12, 15.7e12)),
-        ("AMD Instinct MI300X", (1307.4e12, 1307.4e12, 163.4e12)),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (None, None, None)),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", (None, None, None)),
-        ("NVIDIA A10G", (None, None, None)),
-        ("NVIDIA GH200 480GB", (989.5e12, 989.5e12, 67e12)),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (503.8e12, 503.8e12, 125e12)),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", (None, None, None)),
         ("", (None, None, None)),
     ],
 )
 def test_devices_that_are_known(name: str, peaks: tuple[float | None, ...]) -> None:
     assert tuple(peak_flops(name, precision) for precision in ("bf16", "fp16", "fp32")) == peaks
-
-
-def test_a_cpu_has_no_name() -> None:
-    assert device_name(torch.device("cpu")) == ""

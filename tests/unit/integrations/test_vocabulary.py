@@ -48,11 +48,6 @@ def test_rows_for_every_id(folder: Path, rows: int, multiple: int, expected: int
     assert vocabulary_for(tokenizer, rows, multiple=multiple) == expected
 
 
-def test_rows_without_a_tokenizer(tmp_path: Path) -> None:
-    assert [rows_for(folder, 257) for folder in (None, tmp_path)] == [257, 257]
-    assert [rows_for(folder, 257, multiple=64) for folder in (None, tmp_path)] == [320, 320]
-
-
 def test_a_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=rf"^The tokenizer in {re.escape(str(tmp_path))} cannot be read: [^\n]*$"):
@@ -94,8 +89,3 @@ def test_without_values_they_are_read_as_they_would_have_been(name: str, tmp_pat
     for parameter_name, parameter in empty.named_parameters():
         assert torch.equal(optimizer.full_param(parameter), expected.get_parameter(parameter_name)), parameter_name
     optimizer.close()
-
-
-def test_a_model_that_cannot_grow_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^Linear cannot get rows for new tokens: "):
-        grow_vocabulary(torch.nn.Linear(2, 2), 3)

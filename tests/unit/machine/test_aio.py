@@ -7,7 +7,6 @@ import logging
 import os
 import stat
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,8 +36,7 @@ def queue() -> Iterator[Queue]:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "checked"),
-    [(PAGE_BYTES, True), (CHUNK_BYTES - PAGE_BYTES, False), (CHUNK_BYTES, True), (5 * MIB + 3 * PAGE_BYTES, True)],
+    ("nbytes", "checked"), [(PAGE_BYTES, True), (CHUNK_BYTES, False), (5 * MIB + 3 * PAGE_BYTES, True)]
 )
 def test_what_was_written_is_read(tmp_path, queue, nbytes, checked):
     source, into = memory(nbytes, seed=1), memory(nbytes)
@@ -54,17 +52,6 @@ def test_what_was_written_is_read(tmp_path, queue, nbytes, checked):
     assert torch.equal(source, into)
     raw = (tmp_path / "file").read_bytes()
     assert raw == bytes(PAGE_BYTES) + source.numpy().tobytes() + bytes(PAGE_BYTES)
-
-
-def test_a_transfer_tells_when_it_ended_whenever_it_is_looked_at(tmp_path, queue):
-    with File(queue, tmp_path / "file", 4 * MIB) as file:
-        started = time.monotonic()
-        transfers = [file.write(0, memory(4 * MIB, seed=1)), file.write(0, memory(PAGE_BYTES)[:0])]
-        for transfer in transfers:
-            transfer.wait()
-        waited = time.monotonic()
-        time.sleep(0.01)
-        assert all(started <= transfer.ended <= waited for transfer in transfers)
 
 
 PAGES = 64
@@ -199,45 +186,40 @@ def test_a_tensor_lives_until_its_transfer_is_done_and_no_longer(tmp_path):
         assert alive() is None
 
 
-def moving(offset: int, start: int = 0, nbytes: int = PAGE_BYTES) -> Callable[..., None]:
+def moving(offset: int, start: int = 0, nbytes: int = PAGE_BYTES, text: str = "") -> Refusal:
     """To read and to write some bytes of memory."""
 
     def do(file: File, submit: Callable[..., Transfer]) -> None:
         submit(offset, memory(4 * PAGE_BYTES)[start : start + nbytes])
 
-    return do
+    return Refusal(do, text or f"{nbytes:,} bytes at offset {offset:,} are outside", ValueError)
 
 
-def outside(nbytes: int, offset: int) -> str:
-    return f"{nbytes:,} bytes at offset {offset:,} are outside"
-
-
-def refusal(do: Callable[..., object], text: str) -> Refusal:
+def odd(do: Callable[[File, Callable[..., Transfer]], object], text: str) -> Refusal:
     return Refusal(do, text, ValueError)
 
 
 REFUSED = {
-    "offset": refusal(moving(1), "multiples of 4096, not 4,096 bytes at address"),
-    "address": refusal(moving(0, start=8), "8 for offset 0;"),
-    "size": refusal(moving(0, nbytes=100), "multiples of 4096, not 100 bytes"),
-    "behind the end": refusal(moving(MIB), outside(4096, MIB)),
-    "before the beginning": refusal(moving(-PAGE_BYTES), outside(4096, -PAGE_BYTES)),
-    "over the end": refusal(moving(MIB - PAGE_BYTES, nbytes=2 * PAGE_BYTES), outside(8192, MIB - PAGE_BYTES)),
-    "strides": refusal(
-        lambda file, submit: submit(0, memory(2 * PAGE_BYTES)[::2]),
+    "offset": moving(1, text="multiples of 4096, not 4,096 bytes at address"),
+    "address": moving(0, start=8, text="8 for offset 0;"),
+    "size": moving(0, nbytes=100, text="multiples of 4096, not 100 bytes"),
+    "behind the end": moving(MIB),
+    "before the beginning": moving(-PAGE_BYTES),
+    "over the end": moving(MIB - PAGE_BYTES, nbytes=2 * PAGE_BYTES),
+    "strides": odd(
+        lambda _, submit: submit(0, memory(2 * PAGE_BYTES)[::2]),
         "contiguous tensor on the cpu, not strides (2,) on cpu",
     ),
-    "no memory": refusal(
-        lambda file, submit: submit(0, torch.empty(PAGE_BYTES, dtype=torch.uint8, device="meta")), " on meta"
+    "no memory": odd(
+        lambda _, submit: submit(0, torch.empty(PAGE_BYTES, dtype=torch.uint8, device="meta")), " on meta"
     ),
-    **{
-        f"a file of {size}": refusal(
-            lambda file, submit, size=size: File(file._queue, "nowhere", size),
-            f"a file of {size:,} bytes is not whole pages of 4096; round it up",
-        )
-        for size in (0, -PAGE_BYTES, PAGE_BYTES + 1)
-    },
-    "no depth": refusal(lambda file, submit: Queue(0), "a queue of depth 0 moves nothing; use 1 or more"),
+    "an empty file": odd(
+        lambda file, _: File(file._queue, "nowhere", 0), "a file of 0 bytes is not whole pages of 4096"
+    ),
+    "a part of a page": odd(
+        lambda file, _: File(file._queue, "nowhere", PAGE_BYTES + 1), "a file of 4,097 bytes is not whole pages of 4096"
+    ),
+    "no depth": odd(lambda *_: Queue(0), "a queue of depth 0 moves nothing; use 1 or more"),
 }
 
 
@@ -356,7 +338,6 @@ def test_a_buffer_outlives_its_transfer_whatever_is_raised(tmp_path, kind):
                 raise KeyboardInterrupt
             return transfer
 
-    gc.freeze()  # what other tests have left: each collection would walk through all of it
     for line in range(60):
         submitted = 0
         queue = Queue(1, chunk_bytes=CHUNK_BYTES)
@@ -372,15 +353,7 @@ def test_a_buffer_outlives_its_transfer_whatever_is_raised(tmp_path, kind):
             queue.close()
         gc.collect()
         assert held() is None, happened.where
-    gc.unfreeze()
     assert not happened.where, "all lines were met"
-
-
-def test_a_folder_is_found_through_links_and_from_here(tmp_path, monkeypatch):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to("disk")
-    monkeypatch.chdir(tmp_path)
-    assert existing_folder("link") == tmp_path / "disk"
 
 
 @pytest.mark.parametrize(
@@ -388,7 +361,6 @@ def test_a_folder_is_found_through_links_and_from_here(tmp_path, monkeypatch):
     [
         ("missing", "cannot be found (No such file or directory). Create it, or choose another", errno.ENOENT),
         ("file", "is no folder. Remove that file and create a folder, or choose another", errno.ENOTDIR),
-        ("file/below", "cannot be found (Not a directory). Create it, or choose another", errno.ENOTDIR),
         ("circle", "cannot be found (Too many levels of symbolic links). Create it, or choose", errno.ELOOP),
     ],
 )

@@ -34,25 +34,9 @@ def test_leases_are_zero_aligned_apart_and_fill_the_slab_exactly(wanted):
     arena.close()
 
 
-def test_sizes_are_rounded_to_pages_and_to_nothing_more():
-    assert Arena.allocated_bytes(1, torch.int8) == PAGE_BYTES
-    assert Arena.allocated_bytes(PAGE_BYTES, torch.int8) == PAGE_BYTES
-    assert Arena.allocated_bytes(PAGE_BYTES // 4 + 1, torch.float32) == 2 * PAGE_BYTES
-    five_gib_and_a_bit = (5 << 30) // 4 + 1
-    assert Arena.allocated_bytes(five_gib_and_a_bit, torch.float32) == (5 << 30) + PAGE_BYTES, "no power of two"
-
-
 def test_a_slab_that_the_host_refuses_is_a_budget_error_with_its_size():
     with pytest.raises(MemoryBudgetError, match=r"The host refused 1,152,921,504,606,846,976 bytes for the cpu tier"):
         Arena(1 << 60, CPU)
-
-
-def test_more_than_was_planned_is_our_own_bug():
-    arena = Arena(PAGE_BYTES, CPU)
-    arena.allocate(1, torch.int8)
-    with pytest.raises(AssertionError, match="planned too small"):
-        arena.allocate(1, torch.int8)
-    arena.close()
 
 
 def test_a_lease_outlives_the_arena_that_gave_it():
@@ -62,27 +46,6 @@ def test_a_lease_outlives_the_arena_that_gave_it():
     arena.close()
     arena.close()
     assert allocate.eq(7).all()
-
-
-def test_what_a_device_copies_from_is_touched_whole_and_registered_once(monkeypatch):
-    pinned = pinning_on_cpu(monkeypatch)
-    arena = Arena(5 * PAGE_BYTES, CPU)
-    assert (arena.pinned, arena.pageable, list(pinned.values())) == (True, False, [5 * PAGE_BYTES])
-    assert list(pinned) == [arena.allocate(1, torch.int8).data_ptr()]
-    arena.close()
-    arena.close()
-    assert pinned == {}
-    left = Arena(5 * PAGE_BYTES, CPU, pin=False)
-    assert (left.pinned, left.pageable, pinned) == (False, True, {})
-    left.close()
-
-
-def test_what_the_system_does_not_pin_is_pageable_and_not_unregistered(monkeypatch):
-    pinning_on_cpu(monkeypatch, limit=4 * PAGE_BYTES)
-    arena = Arena(5 * PAGE_BYTES, CPU)
-    assert (arena.pinned, arena.pageable) == (False, True)
-    assert not arena.allocate(5 * PAGE_BYTES, torch.int8).any()
-    arena.close()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

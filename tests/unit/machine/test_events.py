@@ -49,17 +49,6 @@ def test_what_went_well_together_is_not_asked_again() -> None:
     assert list(together.members()) == events, "a simulation asks what it was made of"
 
 
-def test_what_is_done_is_not_asked_again() -> None:
-    late, *rest = Counted(), *over(2)
-    together = all_of([*rest, late])
-    assert not together.done()
-    late.run(lambda: None)
-    assert together.done()
-    asked = late.asked
-    assert together.done()
-    assert late.asked == asked
-
-
 def test_what_is_left_of_several_is_what_has_to_be_followed() -> None:
     gone, failed, late = over(2), FailedEvent(ValueError("it failed")), Counted()
     together = all_of([all_of(gone), all_of([gone[0], failed]), late])

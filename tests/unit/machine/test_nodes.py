@@ -1,6 +1,7 @@
 """Nodes of the shard ranks: which ranks are in one, and what that costs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,7 @@ from penstock.planner.cost import ring
 from penstock.planner.simulation.program import Collective
 from penstock.runtime.system import neighbours_of_host
 from penstock.runtime.topology import Grid, node_size, nodes_of
+from tests.lib.paper import Machine
 
 
 @pytest.mark.parametrize(
@@ -40,23 +42,10 @@ def test_grids_in_nodes() -> None:
         assert nodes_of(range(8), grid.in_nodes(size)) == ((), ())
 
 
-class Machine:
-    """Two hosts of four ranks: links of 100 bytes a second, a network of 10."""
-
-    def __init__(self) -> None:
-        self.figures = {"link_bandwidth": 100.0, "link_seconds": 0.0, "net_bandwidth": 10.0, "net_seconds": 0.0}
-
-    def has(self, name: str) -> bool:
-        return name in self.figures
-
-    def value(self, name: str) -> float:
-        return self.figures[name]
-
-
 def test_what_stays_inside_a_node_takes_no_network() -> None:
-    machine = Machine()
+    """Two hosts of four ranks: links of 100 bytes a second, a network of 10."""
+    machine: Any = Machine(link_bandwidth=100.0, link_seconds=0.0, net_bandwidth=10.0, net_seconds=0.0)
     inside = Collective("all_to_all", 400, 4, "inside")
     across = Collective("all_to_all", 400, 2, "across", 4)
     for collective, seconds in ((inside, 3.0), (across, 80.0), (Collective("all_gather", 400, 4, "inside"), 3.0)):
-        found = ring(collective, machine, 4)  # type: ignore[arg-type]
-        assert found.seconds == pytest.approx(seconds)
+        assert ring(collective, machine, 4).seconds == pytest.approx(seconds)

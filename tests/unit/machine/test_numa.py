@@ -45,19 +45,6 @@ def test_the_node_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     assert device_nodes(CPU, nodes, devices) == []
 
 
-def test_no_node_where_it_makes_no_difference_or_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = attached(tmp_path / "pci", monkeypatch, "1")
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    one, two = machine(tmp_path / "one", "0-7"), machine(tmp_path / "two", "0-7", "8-15")
-    assert device_node(ACCELERATOR, two, devices) == 1
-    assert device_node(ACCELERATOR, one, devices) is None
-    assert device_node(CPU, two, devices) is None
-    assert device_node(ACCELERATOR, two, tmp_path / "nowhere") is None
-    attached(tmp_path / "other", monkeypatch, "1", pci_bus_id=3)  # of an older torch
-    assert device_node(ACCELERATOR, two, tmp_path / "other") is None
-
-
 def test_the_kernel_knows_what_node_a_mapping_prefers() -> None:
     memory = mmap.mmap(-1, 1 << 20)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -57,16 +57,12 @@ def test_the_bits_do_not_depend_on_whose_threads_they_are(awake, add):
     assert norms[0] == norms[1] == squared_norm(storages[0], pool=awake)
 
 
-def test_no_thread_is_started_beside_torch_s(awake):
-    before = native_threads()
-    squared_norm(torch.randn(NUMEL), pool=awake)
-    assert native_threads() == before
-
-
-def test_a_runtime_without_that_interface_leaves_it_to_the_updates_threads(monkeypatch):
+def test_a_runtime_without_that_interface_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(system.torch, "__file__", "/nowhere/torch/__init__.py")
-    pool = Pool(1)
+    pool, before = Pool(1), torch.get_num_threads()
     assert compute_pool(CPU, pool) is pool
+    stay_alone()
+    assert torch.get_num_threads() == before
 
 
 def test_several_threads_may_call_at_once(awake):
@@ -119,10 +115,3 @@ def test_what_moves_on_threads_of_ours_beside_compute_moves_alone(monkeypatch, t
         torch.set_num_threads(before)
     assert (True, 1) in found
     assert (True, 2) not in found
-
-
-def test_a_runtime_that_cannot_be_told_is_left_as_it_is(monkeypatch):
-    monkeypatch.setattr(system.torch, "__file__", "/nowhere/torch/__init__.py")
-    before = torch.get_num_threads()
-    stay_alone()
-    assert torch.get_num_threads() == before

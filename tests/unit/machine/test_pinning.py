@@ -96,24 +96,6 @@ def test_one_that_registers_nothing_copies_slabs_through_buffers_of_torch_s(monk
     allocation.close()
 
 
-def test_what_is_not_registered_may_still_be_torch_s(monkeypatch, torch_has_pinned):
-    use(monkeypatch, Module(False))
-    ring = Arena(5 * PAGE_BYTES, OTHER, ring=True)
-    assert (ring.pinned, len(torch_has_pinned)) == (True, 2)
-    ring.close()
-
-
-def test_where_torch_has_no_pinned_memory_a_ring_is_pageable(monkeypatch):
-    def refuse(*size: int, **rest: Any) -> None:
-        raise RuntimeError("Need to provide pin_memory allocator to use pin memory.")
-
-    use(monkeypatch, SimpleNamespace())
-    monkeypatch.setattr(torch, "zeros", refuse)
-    ring = Arena(5 * PAGE_BYTES, OTHER, ring=True)
-    assert (ring.pinned, ring.pageable) == (False, True)
-    ring.close()
-
-
 def test_cuda_s_runtime_registers_and_a_refusal_leaves_no_error_behind(monkeypatch):
     log: list[tuple[object, ...]] = []
 

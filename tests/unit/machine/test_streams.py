@@ -1,7 +1,6 @@
 """Events, workers and the back ends that run on a host."""
 
 import errno
-import gc
 import threading
 import traceback
 import weakref
@@ -14,8 +13,7 @@ import torch
 
 from penstock.errors import CheckpointError, NvmeError
 from penstock.ext.observe.observer import observe
-from penstock.runtime.accelerator import AcceleratorStreams, streams_for
-from penstock.runtime.simulated import SimulatedStreams
+from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.streams import (
     COLLECTIVE,
     DONE,
@@ -26,7 +24,6 @@ from penstock.runtime.streams import (
     UPDATE,
     UPLOAD,
     WRITE,
-    Event,
     FailedEvent,
     HostEvent,
     HostWorker,
@@ -35,100 +32,133 @@ from penstock.runtime.streams import (
     all_of,
 )
 from tests.lib.accelerator import FakeAccelerator
+from tests.lib.streams import BrokenError, inline, simulated
 
 CPU = torch.device("cpu")
 STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
 
 
-def inline() -> Streams:
-    return InlineStreams(CPU)
+class Transfer:
+    """A read or write that goes on until it is ended."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._over = threading.Event()
+        self._error = error
+
+    def end(self) -> None:
+        self._over.set()
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        assert self._over.wait(60)
+        if self._error is not None:
+            raise self._error
 
 
-def late() -> Streams:
-    return SimulatedStreams(lambda stream, nbytes: 0.005)
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
+    fake = FakeAccelerator()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    return fake
 
 
-BACK_ENDS = [inline, late]
+MAKERS = {"inline": inline, "late": simulated, "accelerator": lambda: AcceleratorStreams(CPU)}
 
 
-class BrokenError(Exception):
-    pass
+@pytest.fixture
+def any_streams(request: pytest.FixtureRequest, accelerator: FakeAccelerator) -> Iterator[Streams]:
+    streams = MAKERS[request.param]()
+    yield streams
+    streams.close()
+
+
+on = partial(pytest.mark.parametrize, "any_streams", indirect=True)
 
 
 def fail() -> None:
     raise BrokenError("the disk is gone")
 
 
-@pytest.mark.parametrize("make", BACK_ENDS)
-def test_work_of_a_stream_runs_in_the_order_of_submission(make):
-    streams = make()
+@on(["inline", "late"])
+def test_work_of_a_stream_runs_in_the_order_of_submission(any_streams):
     order: list[int] = []
-    events = [streams.submit(UPDATE, lambda n=number: order.append(n)) for number in range(10)]
+    events = [any_streams.submit(UPDATE, lambda n=number: order.append(n)) for number in range(10)]
     events[-1].synchronize()
     assert order == list(range(10))
     assert all(event.done() for event in events)
-    streams.close()
 
 
-@pytest.mark.parametrize("make", BACK_ENDS)
-def test_work_runs_after_the_events_it_names_on_any_stream(make):
-    streams = make()
+@on(["inline", "late"])
+def test_work_runs_after_the_events_it_names_on_any_stream(any_streams):
     order: list[str] = []
-    first = streams.submit(DOWNLOAD, lambda: order.append(DOWNLOAD))
-    second = streams.submit(COLLECTIVE, lambda: order.append(COLLECTIVE), after=(DONE, first))
-    third = streams.submit(UPLOAD, lambda: order.append(UPLOAD), after=(first, second))
+    first = any_streams.submit(DOWNLOAD, lambda: order.append(DOWNLOAD))
+    second = any_streams.submit(COLLECTIVE, lambda: order.append(COLLECTIVE), after=(DONE, first))
+    third = any_streams.submit(UPLOAD, lambda: order.append(UPLOAD), after=(first, second))
     third.wait()
     assert order == [DOWNLOAD, COLLECTIVE, UPLOAD]
-    streams.close()
 
 
-@pytest.mark.parametrize("make", BACK_ENDS)
-def test_close_runs_what_is_queued_and_ends_the_threads(make):
+@pytest.mark.parametrize("name", MAKERS)
+def test_close_runs_what_is_queued_and_ends_the_threads(name, accelerator):
     before = set(threading.enumerate())
-    streams = make()
+    streams, transfer = MAKERS[name](), Transfer()
     ran: list[str] = []
+    read = streams.submit(READ, lambda: transfer)
     for stream in STREAMS:
-        streams.submit(stream, lambda name=stream: ran.append(name))
+        streams.submit(stream, lambda name=stream: ran.append(name), after=(read,) if stream == UPLOAD else ())
+    timer = threading.Timer(0.02, transfer.end)
+    timer.start()
     streams.close()
     assert sorted(ran) == sorted(STREAMS)
+    timer.join()
     assert set(threading.enumerate()) == before
+    assert name != "accelerator" or accelerator.log[-1] == "host waits for all"
 
 
-def test_an_error_surfaces_at_every_wait_and_stops_nothing_else():
-    streams = late()
-    event = streams.submit(UPLOAD, fail)
-    for wait in (event.wait, event.synchronize, event.wait):
-        with pytest.raises(BrokenError, match="the disk is gone"):
-            wait()
-    assert event.done()
-    ran: list[int] = []
-    streams.submit(UPLOAD, lambda: ran.append(1)).synchronize()
-    assert ran == [1]
-    streams.close()
+@on(MAKERS)
+def test_an_error_surfaces_at_every_wait_and_at_those_of_what_follows_and_stops_nothing_else(any_streams):
+    transfer, ran = Transfer(BrokenError("the disk is gone")), []
+    read = any_streams.submit(READ, lambda: transfer)
+    follows = any_streams.submit(UPLOAD, lambda: ran.append(1), after=(read,))
+    other = any_streams.submit(UPDATE, lambda: ran.append(2))
+    transfer.end()
+    for event in (read, follows):
+        for wait in (event.synchronize, event.wait, event.synchronize):
+            with pytest.raises(BrokenError, match="the disk is gone"):
+                wait()
+        assert event.done()
+    other.synchronize()
+    assert ran == [2]
+    any_streams.submit(UPLOAD, lambda: ran.append(3)).synchronize()
+    assert ran == [2, 3], "its stream goes on"
 
 
-def test_work_after_failed_work_does_not_run_and_fails_with_it():
-    streams = late()
-    ran: list[int] = []
-    failed = streams.submit(COLLECTIVE, fail)
-    after = streams.submit(DOWNLOAD, lambda: ran.append(1), after=(failed,))
-    with pytest.raises(BrokenError):
-        after.synchronize()
-    assert ran == []
-    streams.close()
+@on(["inline", "accelerator"])
+def test_a_collective_after_a_read_is_issued_by_its_caller_before_what_that_does_next(any_streams, accelerator):
+    """And not by a thread, at a time of its own on each rank."""
+    transfer, gathering, order = Transfer(), Transfer(), []
+    read = any_streams.submit(READ, lambda: transfer)
+    copied = any_streams.submit(UPLOAD, lambda: order.append("copied"), after=(read,))
+    timer = threading.Timer(0.02, transfer.end)
+    timer.start()
 
+    def gather() -> Transfer | None:
+        order.append(threading.get_ident())
+        return gathering if isinstance(any_streams, InlineStreams) else None
 
-def test_inline_work_fails_where_it_is_submitted():
-    with pytest.raises(BrokenError):
-        inline().submit(UPLOAD, fail)
-
-
-def test_only_compute_on_the_host_reaches_the_cpu_tier():
-    assert inline().aliases_host
-    streams = late()
-    assert not streams.aliases_host
-    streams.close()
-    assert isinstance(streams_for(CPU), InlineStreams)
+    gathered = any_streams.submit(COLLECTIVE, gather, after=(copied,))
+    order.append("the user's")
+    assert order == ["copied", threading.get_ident(), "the user's"]
+    if isinstance(any_streams, InlineStreams):
+        assert not gathered.done(), "it goes on"
+        gathering.end()
+        gathered.wait()
+    else:
+        assert "collective waits for upload" in accelerator.log
+        assert gathered.done()
+    timer.join()
 
 
 def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage():
@@ -149,25 +179,6 @@ def zero(buffer: torch.Tensor) -> None:
     buffer.zero_()
 
 
-class Transfer:
-    """A read or write that goes on until it is ended."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self._over = threading.Event()
-        self._error = error
-
-    def end(self) -> None:
-        self._over.set()
-
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self) -> None:
-        assert self._over.wait(10)
-        if self._error is not None:
-            raise self._error
-
-
 @pytest.fixture
 def streams() -> Iterator[InlineStreams]:
     streams = InlineStreams(CPU)
@@ -176,13 +187,6 @@ def streams() -> Iterator[InlineStreams]:
 
 
 class TestInlineStreamsBesideTransfers:
-    def test_transfers_of_one_stream_are_in_flight_together(self, streams):
-        transfers = [Transfer(), Transfer()]
-        events = [streams.submit(READ, lambda t=transfer: t) for transfer in transfers]
-        transfers[1].end()
-        assert [event.done() for event in events] == [False, True]
-        transfers[0].end()
-
     def test_what_follows_on_its_stream_keeps_the_order_and_other_streams_do_not_wait(self, streams):
         transfer, order = Transfer(), []
         read = streams.submit(READ, lambda: transfer)
@@ -195,80 +199,6 @@ class TestInlineStreamsBesideTransfers:
         assert order == ["elsewhere", "after the read", "next"]
         streams.submit(UPDATE, lambda: order.append(threading.current_thread().name))
         assert order[-1] == threading.current_thread().name, "once its thread is idle, at once again"
-
-    def test_chains_over_streams_keep_their_order(self, streams):
-        """As in the pipeline of tiles: read, use, write, and the slot's next read after that."""
-        order: list[str] = []
-        reads, writes = [Transfer() for _ in range(3)], [Transfer() for _ in range(3)]
-
-        def start(name: str, transfer: Transfer) -> Transfer:
-            order.append(name)
-            return transfer
-
-        free: Event = DONE
-        for number in range(3):
-            read = streams.submit(FETCH, partial(start, f"read {number}", reads[number]), after=(free,))
-            used = streams.submit(UPDATE, partial(order.append, f"use {number}"), after=(read,))
-            free = streams.submit(WRITE, partial(start, f"write {number}", writes[number]), after=(used,))
-        for transfer in (*writes[::-1], *reads[::-1]):
-            transfer.end()
-        free.synchronize()
-        assert order == [f"{what} {number}" for number in range(3) for what in ("read", "use", "write")]
-
-    def test_an_error_of_a_transfer_reaches_every_wait_and_what_comes_after_it(self, streams):
-        transfer, ran = Transfer(BrokenError("the disk is gone")), []
-        read = streams.submit(READ, lambda: transfer)
-        event = streams.submit(UPDATE, lambda: ran.append(1), after=(read,))
-        other = streams.submit(UPDATE, lambda: ran.append(2))
-        transfer.end()
-        for failed in (read, event, event):
-            with pytest.raises(BrokenError, match="the disk is gone"):
-                failed.synchronize()
-        with pytest.raises(BrokenError):
-            event.wait()
-        other.synchronize()
-        assert ran == [2], "what does not need it goes on"
-
-    def test_close_runs_what_waits_for_transfers(self):
-        threads = set(threading.enumerate())
-        streams = InlineStreams(CPU)
-        transfer, ran = Transfer(), []
-        read = streams.submit(READ, lambda: transfer)
-        streams.submit(UPDATE, lambda: ran.append(1), after=(read,))
-        timer = threading.Timer(0.02, transfer.end)
-        timer.start()
-        streams.close()
-        timer.join()
-        assert ran == [1]
-        assert set(threading.enumerate()) == threads
-
-    def test_a_collective_after_a_read_is_issued_by_its_caller_before_what_that_does_next(self):
-        streams = InlineStreams(CPU)
-        transfer, gathering, order = Transfer(), Transfer(), []
-        read = streams.submit(READ, lambda: transfer)
-        copied = streams.submit(UPLOAD, lambda: order.append("copied"), after=(read,))
-        timer = threading.Timer(0.02, transfer.end)
-        timer.start()
-
-        def gather() -> Transfer:
-            order.append(threading.get_ident())
-            return gathering
-
-        gathered = streams.submit(COLLECTIVE, gather, after=(copied,))
-        order.append("the user's")
-        assert order == ["copied", threading.get_ident(), "the user's"]
-        assert not gathered.done(), "it goes on"
-        gathering.end()
-        gathered.wait()
-        timer.join()
-        streams.close()
-
-
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
-    fake = FakeAccelerator()
-    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    return fake
 
 
 @pytest.mark.parametrize(
@@ -344,20 +274,6 @@ class TestAcceleratorStreams:
         streams.submit(UPLOAD, lambda: names.append(threading.current_thread().name))
         assert names[-1] == threading.current_thread().name
 
-    def test_a_collective_after_a_read_is_enqueued_by_its_caller_before_what_that_does_next(self, streams, accelerator):
-        """And not by a thread, at a time of its own on each rank."""
-        transfer, order = Transfer(), []
-        read = streams.submit(READ, lambda: transfer)
-        copied = streams.submit(UPLOAD, lambda: order.append("copied"), after=(read,))
-        timer = threading.Timer(0.02, transfer.end)
-        timer.start()
-        gathered = streams.submit(COLLECTIVE, lambda: order.append(threading.get_ident()), after=(copied,))
-        order.append("the user's")
-        assert order == ["copied", threading.get_ident(), "the user's"]
-        assert "collective waits for upload" in accelerator.log
-        assert gathered.done()
-        timer.join()
-
     def test_what_the_device_alone_waits_for_is_enqueued_at_once(self, streams, accelerator):
         """Also where it is one event of several, and where a thread has enqueued it meanwhile."""
         transfer, names = Transfer(), []
@@ -398,16 +314,6 @@ class TestAcceleratorStreams:
                 worker.submit(lambda wrong=wrong: wrong() and None).synchronize()
         worker.close()
 
-    def test_compute_that_turns_to_another_stream_follows_the_one_before(self, streams, accelerator):
-        streams.submit(UPLOAD, lambda: None)
-        with accelerator.stream(accelerator.Stream("another")):
-            accelerator.log.clear()
-            streams.follow_current_stream()
-            streams.follow_current_stream()
-            assert accelerator.log == ["another waits for compute"]
-            streams.submit(UPLOAD, lambda: None)
-        assert accelerator.log[1:] == ["upload waits for another"]
-
     def test_gathers_have_memory_of_the_uploads(self, streams, accelerator):
         seen = []
         storage = torch.UntypedStorage.resize_
@@ -437,37 +343,6 @@ class TestAcceleratorStreams:
         streams.submit(DOWNLOAD, lambda: None)
         assert gone() is None
 
-    def test_host_work_after_device_work_waits_for_the_device_on_its_thread(self, streams, accelerator):
-        copied = streams.submit(DOWNLOAD, lambda: None)
-        names: list[str] = []
-        written = streams.submit(WRITE, lambda: names.append(threading.current_thread().name), after=(copied,))
-        written.synchronize()
-        assert accelerator.log[-1] == "host waits for download"
-        assert names == ["penstock-write"]
-
-    def test_a_read_that_failed_fails_what_was_to_be_enqueued_after_it(self, streams, accelerator):
-        transfer, ran = Transfer(BrokenError("the disk is gone")), []
-        read = streams.submit(READ, lambda: transfer)
-        copied = streams.submit(UPLOAD, lambda: ran.append(1), after=(read,))
-        transfer.end()
-        for wait in (copied.wait, copied.synchronize):
-            with pytest.raises(BrokenError, match="the disk is gone"):
-                wait()
-        assert copied.done()
-        assert ran == []
-
-    def test_close_enqueues_what_waits_and_finishes_the_device(self, accelerator):
-        threads = set(threading.enumerate())
-        streams = AcceleratorStreams(CPU)
-        transfer, ran = Transfer(), []
-        read = streams.submit(READ, lambda: transfer)
-        streams.submit(UPLOAD, lambda: ran.append(1), after=(read,))
-        transfer.end()
-        streams.close()
-        assert ran == [1]
-        assert accelerator.log[-1] == "host waits for all"
-        assert set(threading.enumerate()) == threads
-
 
 def test_a_worker_keeps_no_buffer_alive_while_it_waits():
     worker = HostWorker("test")
@@ -476,6 +351,5 @@ def test_a_worker_keeps_no_buffer_alive_while_it_waits():
     worker.submit(partial(zero, buffer)).synchronize()
     del buffer
     worker.submit(lambda: None).synchronize()  # the loop has let go of the work before
-    gc.collect()
     assert gone() is None
     worker.close()

@@ -27,20 +27,13 @@ def ranks(rank: int, count: int) -> dict[str, str]:
     ("cpulists", "environment", "allowed", "threads"),
     [
         (["0-7"], {}, range(8), 8),
-        (["0-7"], ranks(1, 2), range(8), 4),
-        (["0-7"], ranks(0, 3), range(8), 2),
         (["0-1"], ranks(3, 8), range(2), 1),
-        (["0-7", "8-15"], {}, range(16), 16),  # one rank has both nodes
         (["0-7", "8-15"], ranks(0, 2), range(16), 8),
-        (["0-7", "8-15"], ranks(1, 8), range(16), 2),
         (["0-7", "8-9"], ranks(1, 2), range(10), 5),  # nodes of unequal size
-        (["0-7", "8-15"], ranks(0, 3), range(16), 5),
         (["0-3", "4-7", "8-11", "12-15"], ranks(0, 2), range(16), 8),  # two nodes each
         (["0-7", "8-15"], ranks(0, 4), range(8), 4),  # bound to a node, which two ranks share
-        (["0-7", "8-15"], ranks(0, 4), range(4), 4),  # bound to cores of its own
         (["0-7", "8-15"], {}, [3], 1),
         (["0-7"], {}, [90, 91], 2),  # a container that sees another machine's nodes
-        (["0-7"], {"LOCAL_WORLD_SIZE": "many"}, range(8), 8),
     ],
 )
 def test_share(tmp_path, cpulists, environment, allowed, threads):
@@ -51,8 +44,6 @@ def test_share(tmp_path, cpulists, environment, allowed, threads):
     ("quota", "environment", "threads"),
     [
         (None, {}, 8),
-        (100.0, {}, 8),
-        (4.0, {}, 4),
         (3.9, {}, 3),
         (0.5, {}, 1),
         (4.0, ranks(0, 2), 2),  # ranks of one container share it
@@ -75,11 +66,9 @@ TWO = ["0-7", "8-15"]
         (TWO, ranks(3, 4), range(16), 1, [1], UpdateCores(4, frozenset(range(8, 16)))),  # it sees its own device alone
         (TWO, ranks(0, 2), range(16), 0, [0, 0, 1, 1], UpdateCores(4, frozenset(range(8)))),
         (TWO, ranks(0, 2), range(4, 12), 1, [0, 1], UpdateCores(4, frozenset(range(8, 12)))),  # a container's cores
-        (TWO, {}, range(8), 0, [0], UpdateCores(8, None)),  # bound by its launcher
         (TWO, {}, range(8), 1, [1], UpdateCores(8, None)),  # to the other node: it has said so
         (TWO, {}, range(16), None, [None], UpdateCores(16, None)),
         (TWO, {}, range(16), 7, [7], UpdateCores(16, None)),  # a node without cores
-        (["0-7"], {}, range(8), 0, [0], UpdateCores(8, None)),
     ],
 )
 def test_updates_run_on_the_cores_of_the_device_s_node(
@@ -105,18 +94,8 @@ def test_prepare_starts_as_many_there(monkeypatch, asked, expected):
     assert started == [expected]
 
 
-def test_a_number_of_threads_that_was_asked_for():
-    found = UpdateCores(2, frozenset({4, 5, 6}))
-    assert found.with_threads(None) == found
-    assert found.with_threads(3) == UpdateCores(3, frozenset({4, 5, 6}))
-    assert found.with_threads(4) == UpdateCores(4, None)
-    assert UpdateCores(2).with_threads(1) == UpdateCores(1, None)
-
-
-@pytest.mark.parametrize(
-    ("said", "ranks", "hosts"),
-    [(None, 4, 1), ("1", 4, 4), ("2", 4, 2), ("4", 4, 1), ("8", 4, 1), ("3", 4, 1), ("0", 4, 1), ("", 4, 1)],
-)
-def test_hosts_are_those_that_the_launcher_says(said, ranks, hosts):
+def test_hosts_are_those_that_the_launcher_says():
     """One rank on each of several hosts is said by LOCAL_WORLD_SIZE=1, and nothing is said without it."""
-    assert hosts_of(ranks, {} if said is None else {"LOCAL_WORLD_SIZE": said}) == hosts
+    assert hosts_of(4, {}) == 1
+    for said, hosts in {"1": 4, "2": 2, "4": 1, "8": 1, "3": 1, "0": 1, "": 1}.items():
+        assert hosts_of(4, {"LOCAL_WORLD_SIZE": said}) == hosts

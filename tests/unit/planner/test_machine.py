@@ -3,17 +3,15 @@
 import json
 import os
 import re
-import sys
-import types
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock import ConfigError
-from penstock.planner.machine import RATES, Machine, Rate, from_probe, shipped
+from penstock.planner.machine import Machine, Rate, from_probe, shipped
 
 DISK = Rate(7e9, 6e9, 8e9, "read 256 MiB in records of 4 MiB")
 
@@ -35,47 +33,6 @@ def refusal(work: Any, *arguments: Any, **named: Any) -> str:
 
 
 # The value
-
-
-def test_a_figure_is_looked_up() -> None:
-    assert machine().value("disk_read") == 7e9
-    assert machine().has("disk_read")
-    assert not machine().has("disk_write")
-    assert not machine().has("update_of_a_rule_of_somebody"), "which has the figure of all rules"
-
-
-def test_replace_changes_what_it_names_and_nothing_else() -> None:
-    before = machine(disk_read=DISK, h2d=Rate(25e9, 24e9, 26e9, "measured"))
-    after = before.replace(disk_read=14e9, folders=2)
-    stated = {"disk_read": Rate(14e9, 14e9, 14e9, "stated"), "folders": Rate(2, 2, 2, "stated")}
-    assert after == replace(before, figures={**before.figures, **stated})
-    assert before.figures["disk_read"] == DISK
-    assert before.replace() == before
-
-
-def test_a_machine_is_not_changed_by_what_it_was_made_of() -> None:
-    figures, fingerprint = {"disk_read": DISK}, {"processor": "some"}
-    made = Machine("box", "cuda", figures, fingerprint)
-    figures.clear()
-    fingerprint.clear()
-    assert made.figures == {"disk_read": DISK}
-    assert made.fingerprint == {"processor": "some"}
-    with pytest.raises(FrozenInstanceError):
-        made.name = "other"  # type: ignore[misc]
-
-
-def test_a_machine_is_shown_as_a_table_in_the_order_of_figures() -> None:
-    made = machine(folders=Rate.stated(2), disk_seconds=Rate.stated(8e-5, "how\x1b[31m\nelse"), disk_read=DISK)
-    assert str(made).splitlines() == [
-        "box (cuda, probed)",
-        "figure          value        from         to           how",
-        "folders         2                                      stated",
-        "disk_read       7.00 GB/s    6.00 GB/s    8.00 GB/s    read 256 MiB in records of 4 MiB",
-        "disk_seconds    80.0 us                                how\\x1b[31m\\nelse",
-    ]
-    assert str(Machine("b\ro", "cpu", {})) == "b\\ro (cpu, not probed)\nfigure    value    from    to    how"
-
-
 Work = Callable[[], Any]
 MISSED = "The machine 'box' has no figure "
 REFUSED: list[tuple[Work, str]] = [
@@ -85,27 +42,12 @@ REFUSED: list[tuple[Work, str]] = [
         "probed, or state it: disk_write=NUMBER.",
     ),
     (
-        lambda: machine().value("h2d"),
-        f"{MISSED}h2d (bytes/s: from pinned memory of the host to a device, alone). Probe the machine, or state it: "
-        "h2d=NUMBER.",
-    ),
-    (
         lambda: machine().value("disk_wirte"),
         "There is no figure 'disk_wirte'. Did you mean disk_write? There are: devices, ",
     ),
-    (lambda: machine().replace(disk_raed=1.0), "There is no figure 'disk_raed'. Did you mean disk_read? There are: "),
-    (lambda: machine().replace(disk_read=-7e9), "'disk_read' is -7000000000.0: use a number above 0."),
-    (lambda: machine().replace(disk_seconds=float("inf")), "'disk_seconds' is inf: use a finite number."),
-    (lambda: machine().replace(disk_read="7GB/s"), "'disk_read' is '7GB/s': use a finite number."),
     (lambda: machine().replace(folders=1.5), "'folders' is 1.5: use a whole number: it counts folders for files"),
-    (lambda: Machine("", "cuda", {}), "'name' is '': use a text of 1 to 200 characters."),
-    (lambda: Machine("x" * 201, "cuda", {}), "'name' is 'xxx"),
-    (lambda: Machine(7, "cuda", {}), "'name' is 7: use a text."),  # type: ignore[arg-type]
     (lambda: Machine("box", "cuda:0", {}), "'device' is 'cuda:0': use a kind of device: cuda, or cpu."),
-    (lambda: Machine("box", None, {}), "'device' is None: use a text."),  # type: ignore[arg-type]
-    (lambda: Machine("box", "cuda", {"speed": DISK}), "There is no figure 'speed'."),
     (lambda: Machine("box", "cuda", {"folders": Rate.stated(1.5)}), "'folders' is 1.5: use a whole number"),
-    (lambda: Machine("box", "cuda", {}, {}, "yes"), "'probed' is 'yes': use true or false."),  # type: ignore[arg-type]
     (
         lambda: Machine("box", "cuda", {}, {}, True, 1),  # type: ignore[arg-type]
         "'unified_memory' is 1: use true or false.",
@@ -116,8 +58,6 @@ REFUSED: list[tuple[Work, str]] = [
     ),
     (lambda: machine().write("/none/machine.json"), "/none/machine.json cannot be written: No such file or directory"),
     (lambda: machine().write("a\0b"), "a\\x00b cannot be written: embedded null byte"),
-    (lambda: machine().write(""), " cannot be written: "),
-    (lambda: machine().write("/"), "/ cannot be written: "),
 ]
 
 
@@ -135,24 +75,8 @@ H100 = ON_CUDA | {"device_name": "NVIDIA H100 80GB HBM3"}
 COLD = "a sum; 1 run, then the time was up"
 
 
-def test_a_probe_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {}
-
-    def measure(**arguments: Any) -> tuple[Any, ...]:
-        asked.update(arguments)
-        return {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, HERE
-
-    module = types.ModuleType("penstock.probe.measure")
-    module.measure = measure  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "penstock.probe.measure", module)
-    made = Machine.probe(folders=(tmp_path, "/tmp"), seconds=5)
-    assert made == Machine("x, 2 cores", "cpu", {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, HERE, True)
-    assert asked == {"folders": [tmp_path, "/tmp"], "seconds": 5}
-
-
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("device_bandwidth", 9e9), ("device_update", 9e9), ("op_seconds", 5e-10), ("flops_bfloat16", 1.6e11)],
+    ("name", "value"), [("device_bandwidth", 9e9), ("op_seconds", 5e-10), ("flops_bfloat16", 1.6e11)]
 )
 def test_what_a_device_cannot_have_is_not_written_as_measured(name: str, value: float) -> None:
     figure = from_probe({name: Rate.stated(value, COLD)}, H100).figures[name]
@@ -208,37 +132,19 @@ def test_a_machine_is_a_file_with_a_line_for_each_figure(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["machine.json"]
 
 
-ODD = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, 2.0**53 + 2, 123456789.125, 1e22]
-
-
-def test_whatever_is_written_is_read(tmp_path: Path) -> None:
+def test_a_fingerprint_is_as_a_file_gives_it_back(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     listed = Machine("box", "cuda", {}, {"cards": ("one", "two"), "sizes": {1: 2}})
-    assert listed.fingerprint == {"cards": ["one", "two"], "sizes": {"1": 2}}, "as a file gives it back"
-    every = Machine("all", "cuda", {name: Rate(3, 2, 4, "x") for name in RATES})
-    odd = [machine(disk_read=Rate.stated(value)) for value in ODD]
-    for made in (machine(), replace(machine(), unified_memory=True), listed, every, *odd):
-        made.write(file)
-        assert Machine.read(file) == Machine.read(str(file)) == made
-        assert made not in odd or file.stat().st_size < 400, "no number has hundreds of digits"
+    assert listed.fingerprint == {"cards": ["one", "two"], "sizes": {"1": 2}}
+    replace(listed, unified_memory=True).write(file)
     (tmp_path / "link").symlink_to(file)
-    assert Machine.read(tmp_path / "link") == odd[-1]
+    assert Machine.read(tmp_path / "link") == Machine.read(str(file)) == replace(listed, unified_memory=True)
 
 
 def test_a_file_that_0_2_wrote_is_read_and_kept_as_it_was() -> None:
     file = Path(__file__).parents[2] / "data" / "planner" / "machine-0.2.json"
     figures = Machine.read(file).to_dict()["figures"]
     assert figures == json.loads(file.read_text())["figures"]
-
-
-def test_a_file_can_be_written_by_hand(tmp_path: Path) -> None:
-    file = tmp_path / "machine.json"
-    file.write_text(
-        '\ufeff{"penstock": "machine", "version": 1, "name": "mine", "device": "cuda",'
-        '"figures": {"disk_read": 7e9, "folders": 2, "h2d": {"value": 25e9, "how": "a guess"}}}'
-    )
-    figures = {"disk_read": Rate.stated(7e9), "folders": Rate.stated(2), "h2d": Rate(25e9, 25e9, 25e9, "a guess")}
-    assert Machine.read(file) == Machine("mine", "cuda", figures, {}, probed=False)
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,26 +180,16 @@ def with_others(**others: object) -> str:
     [
         ("", ": it is no JSON: Expecting value"),
         (b"\x80\xff\xfe", ": it is no JSON: 'utf-8' codec can't decode"),
-        ("[1]", ": it is [1] in JSON, not an object. Mend it, or name another file."),
-        ("{}", ': it has no "penstock": "machine", so it is no machine. Mend it'),
         ('{"penstock": "plan", "version": 1}', ': it has no "penstock": "machine"'),
         ('{"penstock": "machine", "version": 2}', ": its version is 2, and this Penstock reads 1. Mend it"),
-        ('{"penstock": "machine", "version": true}', ": its version is True"),
         ('{"penstock": "machine", "version": 1}', ": 'name' is missing: add it. Mend it, or name another file."),
-        (json.dumps(HEAD), ": 'figures' is missing: add it."),
         (with_others(speed=1), ": 'speed' is no key that is read. Correct it, or leave it out."),
-        (with_others(device="a b"), ": 'device' is 'a b': use a kind of device"),
         (with_others(fingerprint=[]), ": 'fingerprint' is []: use an object."),
-        (with_figures([]), ": 'figures' is []: use an object. Mend it, or name another file."),
         (with_figures({"disk_raed": 7}), ": There is no figure 'disk_raed'. Did you mean disk_read? There are: "),
-        (with_figures({"x" * 5000: 7}), ": There is no figure 'xxxx"),
         (with_figures({"disk_read": True}), ": 'figures.disk_read' is True: use a finite number."),
         (with_figures({"disk_read": 0}), ": 'figures.disk_read.value' is 0.0: use a number above 0."),
         (with_figures({"disk_read": 10**400}), ": it has a number of 1329 bits."),
-        (with_figures({"disk_read": {}}), ": 'figures.disk_read.value' is missing: add it. Mend it"),
-        (with_figures({"disk_read": {"value": 1, "unit": 2}}), ": 'figures.disk_read.unit' is no key that is read"),
         (with_figures({"disk_read": {"value": 1, "low": 2}}), ": 'figures.disk_read' is no figure: low 2, value 1, "),
-        (with_figures({"disk_read": {"value": 1, "how": 3}}), ": 'figures.disk_read.how' is 3: use a text."),
         (
             with_figures({"disk_read": 1}).replace(": 1}}", ": 1e999}}"),
             ": 'figures.disk_read' is inf: use a finite number",
@@ -308,31 +204,13 @@ def test_a_file_that_is_not_a_machines_is_refused(tmp_path: Path, content: str |
     assert refusal(Machine.read, file).startswith(f"{file} is not read{says}")
 
 
-def test_no_more_is_read_than_a_machine_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "machine.json"
-    with open(file, "wb") as opened:
-        opened.truncate(1 << 30)  # takes no space
-    taken: list[int] = []
-    monkeypatch.setattr(json, "loads", lambda text, **_: taken.append(len(text)))
-    said = refusal(Machine.read, file)
-    assert said == f"{file} is not read: it has more than 1,048,576 bytes. Mend it, or name another file."
-    assert taken == []
-
-
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     for file, says in {
-        tmp_path / "pipe": "pipe is not read: it is no file",
         "/dev/zero": "/dev/zero is not read: it is no file",
-        tmp_path / "loop": "Too many levels of symbolic links",
-        tmp_path: ": it is no file. ",
-        tmp_path / "none.json": "No such file or directory",
         "a\0b": "embedded null byte",
         "": "No such file or directory",
         "h100-node.json": "No such file or directory",
         "../machines/h100-node": "is not read: No such file",  # no name leads out of the folder of those
-        tmp_path / ("x" * 300): "File name too long",
         b"machine.json": "is no path",
     }.items():
         assert says in refusal(Machine.read, file)
@@ -353,16 +231,7 @@ def test_a_name_is_of_a_machine_that_comes_along_wherever_one_is(
     assert Machine.read("mine") == machine()
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("h100", "h100-node"),
-        ("RTX4090-Desktop", "rtx4090-desktop"),
-        ("a100-80gb", "a1"),
-        ("zzzzzz", ""),
-        ("x" * 500, ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "near"), [("h100", "h100-node"), ("zzzzzz", ""), ("x" * 500, "")])
 def test_a_name_that_is_none_is_told_the_nearest_and_all(name: str, near: str) -> None:
     message = refusal(Machine.read, name)
     assert message.startswith("There is no machine or file '")

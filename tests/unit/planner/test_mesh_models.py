@@ -6,15 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.blueprint import request_for
 from penstock.errors import ConfigError
 from penstock.planner import plan, simulated_mesh
-from penstock.planner.cost import MachineCosts
 from penstock.planner.plan_request import PlanRequest
-from penstock.planner.simulation.program import OF_MODEL, Program
-from penstock.planner.simulation.retime import retime
-from penstock.planner.simulation.simulate import Setup, simulate
-from penstock.runtime.topology import Grid
 from tests.lib.planning import ON_HOST, asked, desktop
 
 WIDTH, TOKENS = 64, 32
@@ -41,31 +35,6 @@ def divided(mesh: Any) -> nn.Module:
 
 def batch() -> Tensor:
     return torch.zeros(TOKENS, WIDTH)
-
-
-def program_of(model: nn.Module, grid: Grid) -> Program:
-    setup = Setup(model, torch.optim.AdamW, batch, grid=grid, back_end="accelerator")
-    return simulate(setup, request_for(model)).program
-
-
-def flops(program: Program) -> int:
-    return sum(program.ops[op].flops * count for segment in program.segments for op, count in segment)
-
-
-def test_a_rank_computes_its_part_and_waits_for_the_others() -> None:
-    whole = program_of(Net(), Grid(shards=2))
-    with simulated_mesh({"tp": 4}) as mesh:
-        part = program_of(divided(mesh), Grid(shards=2, tp=4))
-    assert flops(part) * 4 == flops(whole) > 0
-    own = [job for job in part.jobs if job.stream == OF_MODEL]
-    # A sum of what `down` gives in each forward; `up` needs no gradient of the batch.
-    assert [(each.name, each.nbytes, each.ranks, each.dimension) for job in own for each in job.collectives] == [
-        ("all_reduce", TOKENS * WIDTH * 2, 4, "tp")
-    ] * 2
-    machine = desktop()  # of one device: ranks are on hosts of their own
-    steps = [retime(part, MachineCosts(machine.replace(net_seconds=seconds))).step_s for seconds in (1.0, 2.0)]
-    # A sum goes around twice. Beside that of the model there is one of norms over each dimension.
-    assert steps[1] - steps[0] >= 2 * 1.0 * 3
 
 
 def test_a_plan_of_a_model_with_dtensors_is_that_of_a_function_that_makes_it() -> None:

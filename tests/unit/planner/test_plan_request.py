@@ -20,21 +20,15 @@ class Meta(nn.Module):
         self.weight.sum().item()
 
 
-def no_module() -> Any:
-    return 3
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ranks": ({"world_size": 0}, "world_size=0 is no number of world size. Use 1 or more."),
-    "true ranks": ({"world_size": True}, "world_size=True is no number"),
     "hosts": ({"hosts": 1.5}, "hosts=1.5 is no number of hosts. Use 1 or more."),
-    "more hosts than ranks": (
-        {"world_size": 2, "hosts": 4},
-        "world_size=2 ranks cannot be shared by hosts=4. Use a multiple of it.",
-    ),
     "no mesh": ({"mesh": {"pp": 2}}, "mesh has a dimension 'pp'. Use dp_replicate"),
     "mesh and ranks": ({"mesh": {"dp_shard": 4}, "world_size": 2}, "world_size=2 contradicts a mesh of 4 ranks."),
-    "mesh and hosts": ({"mesh": {"dp_shard": 4}, "hosts": 3}, "world_size=4 ranks cannot be shared by hosts=3."),
     "whole parameters": (
         {"mesh": {"dp_shard": 4, "tp": 2}},
         "mesh divides the parameters over 2 ranks, and no parameter of Linear is a DTensor. Divide it first:",
@@ -42,10 +36,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "micro-batches": ({"micro_batches": -1}, "micro_batches=-1 is no number of micro batches. Use 1 or more."),
     "batch": ({"batch": {"ids": 3}}, "batch is a dict. Give a function that makes one micro-batch."),
     "device": ({"device_bytes": 0}, "device_bytes=0 is no number of bytes. Use 1 or more, or None."),
-    "host": ({"host_bytes": 1e9}, "host_bytes=1000000000.0 is no number of bytes. Use 1 or more, or None."),
-    "true bytes": ({"host_bytes": True}, "host_bytes=True is no number of bytes"),
     "model": ({"model": 3}, "model is a int. Give a module, or a function that makes one."),
-    "no module": ({"model": no_module}, "model() made a int, not a module."),
     "on meta": ({"model": lambda: Meta()}, "model() failed on the meta device: "),
 }
 
@@ -53,9 +44,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case: str) -> None:
     changes, words = REFUSED[case]
-    model: Any = {**changes}.pop("model", lambda: nn.Linear(2, 2))
     with pytest.raises(ConfigError) as refused:
-        asked(model, **{name: value for name, value in changes.items() if name != "model"})
+        asked(**{"model": linear, **changes})
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -63,11 +53,7 @@ def test_refusals(case: str) -> None:
 @pytest.mark.parametrize("name", ["placement", "plan", "batch"])
 def test_arguments_of_prepare_that_no_plan_is_made_for_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}= is no argument of prepare\(\) that a plan is made for"):
-        asked(lambda: nn.Linear(2, 2), arguments={name: None})
-
-
-def linear() -> nn.Module:
-    return nn.Linear(2, 2)
+        asked(linear, arguments={name: None})
 
 
 class TestLimits:
@@ -98,7 +84,7 @@ def test_rules_over_whole_parameters_have_no_plan(form: str) -> None:
     """The update of a matrix is made of products, and no figure of a machine says how long these take."""
     optimizer = Lamb if form == "class" else Lamb([nn.Parameter(torch.zeros(2, 2))])
     with pytest.raises(ConfigError, match=r"^Lamb looks at whole parameters, and a plan times updates by their bytes"):
-        asked(lambda: nn.Linear(2, 2), optimizer=optimizer)
+        asked(linear, optimizer=optimizer)
     model = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match=r"^Lamb looks at whole parameters"):
         penstock.prepare(model, Lamb(model.parameters()), placement="auto", batch=lambda: torch.zeros(2, 4))

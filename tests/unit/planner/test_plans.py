@@ -3,7 +3,6 @@
 import math
 import re
 from dataclasses import fields, replace
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from penstock import ConfigError, Options, Placement
 from penstock.blueprint import request_for
 from penstock.planner.plans import PLANNED_OPTIONS, Plan, Reason, Shortfall, WhatIf, model_fingerprint
-from tests.lib.plans import DESKTOP, plan, too_large
-
-CONTRACT = (
-    "placement overlap options recompute world_size fits step_s step_range_s bound_by bytes peak_bytes busy_s "
-    "written_bytes"
-)
+from tests.lib.plans import DESKTOP, plan
 
 
 def net(bias: bool = True, width: int = 3, **factory) -> nn.Sequential:
@@ -36,20 +30,16 @@ def said(refused: pytest.ExceptionInfo) -> str:
     return message
 
 
-def test_the_fields_of_the_contract_come_first():
-    assert [field.name for field in fields(Plan)][:13] == CONTRACT.split()
-
-
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("placement", "cpu", "'placement' is 'cpu': use an object"),
+        ("lacks", lambda: Shortfall("gpu", 1), "'tier' is 'gpu': use one of 'device'"),
+        ("lacks", lambda: Shortfall("cpu", 0), "'bytes' is 0: use a whole number, 1 or more"),
+        ("why", lambda: Reason("stage", "3", "2", math.inf), "'cost_s' is inf: use a finite number"),
+        ("what_ifs", lambda: WhatIf("a disk", "0.2"), "'saved_s' is '0.2': use a finite number"),
         ("overlap", "sometimes", "'overlap' is 'sometimes': use one of 'none', 'forward', 'backward', 'auto'"),
-        ("options", 3, "'options' is 3: use an object"),
-        ("world_size", 1.5, "'world_size' is 1.5: use a whole number"),
         ("mesh", {"pp": 1}, "'mesh.pp' is no key that is read. Correct it, or leave it out."),
         ("mesh", {"tp": 0}, "'mesh.tp' is 0: use a whole number, 1 or more"),
-        ("mesh", [2], "'mesh' is [2]: use an object"),
         (
             "mesh",
             {"dp_replicate": 2, "dp_shard": 3},
@@ -57,49 +47,16 @@ def test_the_fields_of_the_contract_come_first():
         ),
         ("hosts", 2, "world_size=1 and hosts=2 contradict each other"),
         ("fits", False, "fits=False and 0 lacks contradict each other"),
-        ("lacks", (Shortfall("cpu", 1),), "fits=True and 1 lacks contradict each other"),
         ("lacks", ("cpu",), "'lacks[0]' is 'cpu': use an object"),
-        ("step_s", math.nan, "'step_s' is nan: use a finite number, 0 or more"),
-        ("step_s", 10**400, "'step_s' is a number of"),
         ("step_s", 5, "step_range_s=(3.81, 4.52) and step_s=5 contradict each other"),
         ("step_range_s", 4, "'step_range_s' is 4: use a list"),
-        ("bound_by", None, "'bound_by' is None: use a text"),
-        ("written_bytes", {"cpu": -1}, "'written_bytes.cpu' is -1: use a whole number, 0 or more"),
         ("unified_memory", 1, "'unified_memory' is 1: use true or false"),
-        ("bytes", {"gpu": 1}, "'bytes.gpu' is no key that is read. Did you mean 'cpu'?"),
-        ("peak_bytes", {"cpu": 1.0}, "'peak_bytes.cpu' is 1.0: use a whole number"),
-        ("busy_s", {"host update": "3"}, "'busy_s.host update' is '3': use a finite number"),
-        ("busy_s", {3: 3}, "'busy_s.a name' is 3: use a text"),
-        ("kind_bytes", {"params": {"ram": 1}}, "'kind_bytes.params.ram' is no key that is read"),
-        ("stage", 4, "'stage' is 4: use one of 0, 1, 2, 3"),
-        ("precision", "fp8", "'precision' is 'fp8': use one of 'fp32', 'bf16', 'fp16'"),
-        ("machine_fingerprint", {"cpu": {1, 2}}, "'machine_fingerprint' is nothing that JSON can hold"),
         ("why", (DESKTOP.what_ifs[0],), "'why[0]' is WhatIf("),
-        ("rounding_notes", (1,), "'rounding_notes[0]' is 1: use a text"),
-        ("tokens_per_s", Fraction(1, 2), "'tokens_per_s' is Fraction"),
     ],
 )
 def test_what_no_plan_can_say_is_refused_by_name(field, value, words):
     with pytest.raises(ConfigError) as refused:
-        plan(**{field: value})
-    assert words in said(refused)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Shortfall("gpu", 1), "'tier' is 'gpu': use one of 'device'"),
-        (lambda: Shortfall("cpu", 0), "'bytes' is 0: use a whole number, 1 or more"),
-        (lambda: Shortfall("cpu", 1, None), "'change' is None: use a text"),
-        (lambda: Reason("stage", 3, "2"), "'chosen' is 3: use a text"),
-        (lambda: Reason("stage", "3", "2", math.inf), "'cost_s' is inf: use a finite number"),
-        (lambda: WhatIf("a disk", "0.2"), "'saved_s' is '0.2': use a finite number"),
-        (lambda: WhatIf(None), "'name' is None: use a text"),
-    ],
-)
-def test_the_parts_of_a_plan_are_checked_too(make, words):
-    with pytest.raises(ConfigError) as refused:
-        make()
+        plan(**{field: [value()] if callable(value) else value})
     assert words in said(refused)
 
 
@@ -126,24 +83,6 @@ def test_a_placement_is_kept_in_one_way_and_its_homes_to_the_bit():
     assert plan(placement=Placement()).placement == Placement()
 
 
-def test_texts_of_a_plan_steer_no_terminal():
-    made = plan(bound_by="disk\x1b[2J\nof\rmine", waits_s={"fetch a\nb": 1}, rounding_notes=["a\tb"], machine="m" * 999)
-    assert made.bound_by == "disk\\x1b[2J\\nof\\rmine"
-    assert list(made.waits_s) == ["fetch a\\nb"]
-    assert made.rounding_notes == ("a\\tb",)
-    assert made.machine == "m" * 297 + "..."
-    assert all(line.isprintable() for line in str(made).splitlines())
-
-
-def test_numbers_are_kept_as_what_they_are():
-    made = plan(
-        step_s=4, step_range_s=[4, 5], tokens_per_s=-0.0, busy_s={"b": 1, "a": 2}, bytes={"nvme": 1, "device": 2}
-    )
-    assert (type(made.step_s), made.step_range_s, str(made.tokens_per_s)) == (float, (4.0, 5.0), "0.0")
-    assert list(made.busy_s.items()) == [("a", 2.0), ("b", 1.0)]
-    assert list(made.bytes.items()) == [("device", 2), ("nvme", 1)]
-
-
 class TestPrepare:
     def test_the_plan_decides_what_nobody_said_and_saying_the_same_is_no_conflict(self):
         options = Options(streamed_updates=0.25, tile_bytes=1 << 20, checksums=False)
@@ -157,12 +96,7 @@ class TestPrepare:
 
     @pytest.mark.parametrize(
         ("device", "planned", "said", "merged"),
-        [
-            ("cuda", 0.25, "auto", 0.25),
-            ("cuda", 0.0, "auto", 0.0),
-            ("cpu", 0.0, "auto", "auto"),
-            ("cpu", 0.0, 0.5, 0.5),
-        ],
+        [("cuda", 0.25, "auto", 0.25), ("cuda", 0.0, "auto", 0.0), ("cpu", 0.0, "auto", "auto")],
     )
     def test_auto_says_nothing_of_streamed_updates_and_a_cpu_has_none(self, device, planned, said, merged):
         made = plan(device=device, options=Options(streamed_updates=planned))
@@ -175,34 +109,16 @@ class TestPrepare:
         merged = made.prepare_arguments(users)["options"]
         assert merged == replace(users, streamed_updates=0.25, checksums=False)
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("prefetch_bytes", 0),
-            ("live_bytes", 1 << 20),
-            ("persistent_bytes", 1),
-            ("tile_bytes", 1 << 20),
-            ("pinned_bytes", 0),
-            ("update_threads", 3),
-            ("streamed_updates", 0.5),
-            ("io_queue_depth", 1),
-            ("state_dtype", "int8"),
-        ],
-    )
-    def test_an_option_that_the_plan_is_for_cannot_be_another(self, name, value):
-        assert name in PLANNED_OPTIONS
-        assert set(PLANNED_OPTIONS) <= {field.name for field in fields(Options)}
-        planned = getattr(Options(), name)
-        words = f"Options({name}) is {value!r} here and {planned!r} in the plan. Leave it out, or plan again"
-        with pytest.raises(ConfigError, match=re.escape(words)):
-            DESKTOP.prepare_arguments(Options(**{name: value}))
-
-    def test_an_overlap_that_the_plan_is_for_cannot_be_another_and_one_that_does_not_fit_prepares_nothing(self):
-        with pytest.raises(ConfigError, match="overlap is 'none' here and 'forward' in the plan"):
-            DESKTOP.prepare_arguments(overlap="none")
-        words = r"3\.00 GiB \(3,221,237,817 bytes\) too few on the device.* 1 more rank, 2 in all"
-        with pytest.raises(ConfigError, match=words):
-            too_large().prepare_arguments()
+    def test_an_option_that_the_plan_is_for_cannot_be_another(self):
+        others = {"prefetch_bytes": 0, "live_bytes": 1 << 20, "persistent_bytes": 1, "tile_bytes": 1 << 20}
+        others |= {"pinned_bytes": 0, "update_threads": 3, "io_queue_depth": 1, "state_dtype": "int8"}
+        others |= {"streamed_updates": 0.5}
+        assert others.keys() <= set(PLANNED_OPTIONS) <= {field.name for field in fields(Options)}
+        for name, value in others.items():
+            planned = getattr(Options(), name)
+            words = f"Options({name}) is {value!r} here and {planned!r} in the plan. Leave it out, or plan again"
+            with pytest.raises(ConfigError, match=re.escape(words)):
+                DESKTOP.prepare_arguments(Options(**{name: value}))
 
 
 class TestCheck:
@@ -217,7 +133,6 @@ class TestCheck:
         ("run", "words"),
         [
             ({"world_size": 4}, "The plan is for world size 1, this run has 4: plan again with penstock plan."),
-            ({"stage": 2}, "The plan is for stage 3, this run has 2: plan again"),
             ({"precision": "fp32"}, "The plan is for precision bf16, this run has fp32: plan again"),
             ({"stage": 1, "world_size": 2}, "for world size 1, this run has 2; for stage 3, this run has 1: plan"),
             ({"machine": {"cores": 8}}, "for a machine whose cores is 16, here it is 8: plan again"),
@@ -244,21 +159,13 @@ class TestCheck:
         with pytest.raises(ConfigError) as refused:
             check(hybrid, net(), world_size=2)
         assert said(refused) == "The plan is for world size 8, this run has 2: plan again with penstock plan."
-        check(
-            plan(world_size=8, stage=0), net(), world_size=8, stage=0, sizes={**sizes, "dp_replicate": 8, "dp_shard": 1}
-        )
+        copies = {**sizes, "dp_replicate": 8, "dp_shard": 1}
+        check(plan(world_size=8, stage=0), net(), world_size=8, stage=0, sizes=copies)
 
     def test_what_only_one_fingerprint_says_is_not_compared(self):
         for machine in (None, {}, {"kernel": "6.1"}, {"cores": 16, "accelerators": ("RTX 4090",)}):
             check(DESKTOP, net(), machine)
         check(plan(machine_fingerprint={}), net(), {"cpu": "another"})  # was not probed
-
-    def test_another_model_is_named_with_its_numbers(self):
-        made = plan(model_fingerprint=model_fingerprint(net()))
-        with pytest.raises(ConfigError) as refused:
-            check(made, net(width=5))
-        assert "for a model of 4 tensors, 17 parameters, 17 trained" in said(refused)
-        assert "this one has 4 tensors, 27 parameters, 27 trained" in said(refused)
 
 
 class TestFingerprint:
@@ -269,7 +176,6 @@ class TestFingerprint:
         "other",
         [
             net(bias=False),
-            net(width=4),
             net(dtype=torch.bfloat16),
             nn.Sequential(*net(), nn.Linear(1, 1)),
             nn.ModuleDict({"0": net()[0], "2": net()[1]}),
@@ -294,8 +200,6 @@ class TestFingerprint:
         tied[1].weight = tied[0].weight
         assert model_fingerprint(tied).startswith("1 tensors, 9 parameters, 9 trained, digest ")
         assert model_fingerprint(tied) != model_fingerprint(apart)
-        alone = nn.Sequential(nn.Linear(3, 3, bias=False))
-        assert model_fingerprint(tied) != model_fingerprint(alone)
 
     def test_wrappers_that_recompute_or_compile_do_not_count(self):
         plain, wrapped = net(), net()
@@ -304,6 +208,3 @@ class TestFingerprint:
         assert model_fingerprint(wrapped) == model_fingerprint(plain)
         compiled = nn.ModuleDict({"_orig_mod": net()})  # as torch.compile names it
         assert model_fingerprint(compiled) == model_fingerprint(plain)
-
-    def test_names_that_no_file_can_hold_are_no_trouble(self):
-        assert model_fingerprint(nn.ModuleDict({"\ud800": nn.Linear(1, 1)})).startswith("2 tensors, 2 parameters")

@@ -1,40 +1,25 @@
 """Figures: what a number may be, and how people write one."""
 
 import math
-from itertools import product
 
 import pytest
 
 from penstock import ConfigError
-from penstock.planner.rates import (
-    RATES,
-    UNITS,
-    Rate,
-    check_value,
-    parse_rate,
-    shown,
-    write_value,
-)
+from penstock.planner.rates import RATES, UNITS, Rate, parse_rate, write_value
 
 
 @pytest.mark.parametrize(
     ("text", "name", "value"),
     [
         ("disk_read=7GB/s", "disk_read", 7e9),
-        ("disk_read=7GiB/s", "disk_read", 7 * 2**30),
         ("disk_read = 7 GB/s ", "disk_read", 7e9),
         ("disk_read=.5TB/s", "disk_read", 5e11),
-        ("disk_read=1e3kB/s", "disk_read", 1e6),
         ("device_memory=24GiB", "device_memory", 24 * 2**30),
-        ("device_memory=17179869184", "device_memory", 17179869184),
         ("flops_bfloat16=165TFLOP/s", "flops_bfloat16", 165e12),
-        ("flops_float32=0.0826PFLOP/s", "flops_float32", 82.6e12),
         ("disk_seconds=80µs", "disk_seconds", 80e-6),
         ("disk_seconds=80μs", "disk_seconds", 80e-6),
-        ("job_seconds=250ns", "job_seconds", 250e-9),
         ("job_seconds=+2.s", "job_seconds", 2),
         ("folders=2.0", "folders", 2),
-        ("update_lion=50GB/s", "update_lion", 50e9),
     ],
 )
 def test_a_figure_is_read_as_people_write_it(text: str, name: str, value: float) -> None:
@@ -45,26 +30,18 @@ def test_a_figure_is_read_as_people_write_it(text: str, name: str, value: float)
     ("text", "says"),
     [
         ("disk_read", "'disk_read' is no figure with its value. Write it as in disk_read=7GB/s."),
-        ("", "'' is no figure with its value"),
-        ("=7", "There is no figure ''."),
         ("disk_raed=7GB/s", "There is no figure 'disk_raed'. Did you mean disk_read? There are: devices, "),
         ("disk_read=", "disk_read=: no number is there. Write a number with B/s, kB/s, "),
         ("disk_read=7,5GB/s", "disk_read=7,5GB/s: ,5GB/s is no unit of disk_read, which is in bytes/s."),
         ("disk_read=7GB", "GB is no unit of disk_read, which is in bytes/s. Write a number with "),
-        ("disk_read=56Gbit/s", "Gbit/s is no unit of disk_read"),
         ("disk_read=56Gbps", "or nothing behind it; bits are not read."),
-        ("device_memory=24Gb", "Gb is no unit of device_memory, which is in bytes."),
-        ("flops_bfloat16=165TFLOPS", "TFLOPS is no unit of flops_bfloat16, which is in FLOP/s."),
         ("disk_seconds=80GB/s", "GB/s is no unit of disk_seconds, which is in s. Write a number with s, ms, us,"),
-        ("folders=2GB", "GB is no unit of folders, which is in count. Write a number."),
         ("folders=1.5", "'folders' is 1.5: use a whole number: it counts folders for files"),
         ("disk_read=0", "disk_read=0: 'disk_read' is 0.0: use a number above 0. Write"),
         ("disk_read=-7GB/s", "'disk_read' is -7000000000.0: use a number above 0"),
         ("disk_read=1e999", "'disk_read' is inf: use a finite number"),
-        ("disk_read=1e9999999999", "e9999999999 is no unit"),
         ("disk_read=" + "7" * 200, "no number is there"),
         ("disk_read=\x1b[31m7", "disk_read=\\x1b[31m7: no number is there"),
-        ("disk_read=\u0667GB/s", "no number is there"),
     ],
 )
 def test_what_is_no_figure_is_refused_in_a_line(text: str, says: str) -> None:
@@ -77,35 +54,18 @@ def test_what_is_no_figure_is_refused_in_a_line(text: str, says: str) -> None:
     assert ".." not in message.replace("...", "")
 
 
-def test_every_figure_is_written_as_it_is_read() -> None:
-    for name, value in product(RATES, (1.0, 24.0 * 2**30, 165e12, 2.0**62)):
-        value = value * 1e-6 if RATES[name].unit == "s" else value
-        text = write_value(name, value)
-        assert parse_rate(f"{name}={text}") == (name, pytest.approx(value, rel=5e-3)), text
-
-
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
         ("disk_read", 7e9, "7.00 GB/s"),
-        ("disk_read", 0.5, "0.50 B/s"),
         ("device_memory", 24 * 2**30, "24.0 GiB"),
         ("flops_bfloat16", 989e12, "989 TFLOP/s"),
         ("disk_seconds", 8e-5, "80.0 us"),
-        ("disk_seconds", 2e-10, "0.20 ns"),
         ("folders", 2.0, "2"),
     ],
 )
 def test_a_value_is_written_in_its_unit(name: str, value: float, text: str) -> None:
     assert write_value(name, value) == text
-
-
-def test_units_are_exact() -> None:
-    assert UNITS["bytes"]["GB"] == 1e9
-    assert UNITS["bytes"]["GiB"] == 2**30
-    assert UNITS["bytes/s"]["kB/s"] == 1000
-    assert UNITS["FLOP/s"]["TFLOP/s"] == 1e12
-    assert "KB" not in UNITS["bytes"], "some take it for 1,000 bytes, and some for 1,024"
 
 
 def test_every_figure_has_a_unit_and_a_meaning_of_one_line() -> None:
@@ -120,33 +80,11 @@ def test_every_figure_has_a_unit_and_a_meaning_of_one_line() -> None:
     ("values", "says"),
     [
         ((2, 3, 4), "low 3, value 2, high 4 are not in this order"),
-        ((2, 1, 1.5), "low 1, value 2, high 1.5 are not in this order"),
-        ((0, 0, 0), "'value' is 0: use a number above 0."),
         ((1, 1, math.inf), "'high' is inf: use a finite number."),
         ((10**400, 1, 1), "'value' is a number of 1329 bits: use a finite number."),
-        (("7", 1, 1), "'value' is '7': use a finite number."),
         ((1, 1, [1]), r"'high' is \[1\]: use a finite number."),
     ],
 )
 def test_a_figure_is_made_of_numbers_above_0_in_order(values: tuple[float, float, float], says: str) -> None:
     with pytest.raises(ConfigError, match=f"^{says}$"):
         Rate(*values, "how")
-
-
-def test_a_figure_is_of_floats_and_a_text_and_a_count_is_whole() -> None:
-    figure = Rate(2, 1, 3, "counted")
-    assert [type(each) for each in (figure.value, figure.low, figure.high)] == [float] * 3
-    assert Rate.stated(2) == Rate(2.0, 2.0, 2.0, "stated")
-    with pytest.raises(ConfigError, match="'how' is 7: use a text"):
-        Rate(1, 1, 1, 7)  # type: ignore[arg-type]
-    assert check_value("disk_read", 3.5) == 3.5
-    with pytest.raises(ConfigError, match=r"'devices' is 0\.5: use a whole number: it counts accelerators"):
-        check_value("devices", 0.5)
-
-
-def test_what_is_shown_of_a_file_is_short_and_harmless() -> None:
-    assert shown("x" * 1000) == f"'{'x' * 79}..."
-    assert shown("\x1b[2J\n") == "'\\x1b[2J\\n'"
-    assert shown({"a": [1]}) == "{'a': [1]}"
-    assert shown(None) == "None"
-    assert shown(10**5000) == "a number of 16610 bits", "Python refuses to print it"

@@ -12,10 +12,10 @@ import torch
 from penstock.config import Options, Placement, TierName
 from penstock.planner import search as searching
 from penstock.planner.machine import Machine
-from penstock.planner.search import Placements, Search, _choices, find_best, fractions_of, given
+from penstock.planner.search import Placements, Search, _choices, find_best, fractions_of
 from penstock.planner.trials import Trials, placement_of
 from penstock.planner.workload import KINDS, TIERS, Choice, Flow, Fractions, Limits, StepWorkload
-from tests.lib.planning import ON_HOST, Tellable, asked
+from tests.lib.planning import Tellable, asked
 
 GIB = 1 << 30
 
@@ -45,14 +45,7 @@ def test_a_share_of_updates_that_is_said_is_that_of_every_choice_and_a_cpu_strea
 
 # A step of 20 bytes a second over the link, ...
 
-RATES: Mapping[Flow, float] = {
-    "upload": 10,
-    "download": 10,
-    "read": 4,
-    "write": 2,
-    "update": 20,
-    "device update": 1000,
-}
+RATES: Mapping[Flow, float] = {"upload": 10, "download": 10, "read": 4, "write": 2, "update": 20, "device update": 1000}
 SMALL = StepWorkload(
     params_bytes=20,
     own_params_bytes=20,
@@ -107,29 +100,6 @@ def test_parameters_off_the_device_have_only_the_compute_of_their_own_to_hide_be
 
 
 ON_CPU, STATE_ON_CPU, ALL = on("cpu", "cpu", "cpu"), on("device", "cpu", "cpu"), on("device", "device", "device")
-ONE_MEMORY = Limits({"cpu": 1000, "nvme": 1000}, shared=True)
-#: Other steps, at a placement within limits, and their seconds.
-OTHERS: dict[str, tuple[dict[str, Any], torch.Tensor, Limits, float]] = {
-    # Uploads are after the first forward.
-    "micro-batches gather anew and send again": ({"micro_batches": 3, "reductions": 3}, ON_CPU, ROOMY, 260 / 20 + 10),
-    "what rings keep is not read again": (
-        {"kept_bytes": 40, "busy": {"backward": {"compute": 100.0}}},
-        on("device", "device", "nvme"),
-        ROOMY,
-        15 + 100,
-    ),
-    "updates hide behind nothing": ({"overlap": "none"}, STATE_ON_CPU, ROOMY, 1 + 13 + 2),
-    "updates hide behind forward": ({"overlap": "forward"}, STATE_ON_CPU, ROOMY, 13 + 2),
-    "updates hide behind both": ({"overlap": "backward"}, STATE_ON_CPU, ROOMY, 13),
-    "in one memory nothing is copied": ({"one_memory": True}, ALL, ONE_MEMORY, 1.26 + 2),
-    "and files are read": ({"one_memory": True}, on("nvme", "device", "device"), ONE_MEMORY, 5 + 5),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_busy_times_of_other_steps(name: str) -> None:
-    changes, point, limits, seconds = OTHERS[name]
-    assert busy_s(point, replace(SMALL, **changes), limits) == pytest.approx(seconds)
 
 
 def test_bytes_of_every_way_of_a_streamed_tile() -> None:
@@ -139,27 +109,6 @@ def test_bytes_of_every_way_of_a_streamed_tile() -> None:
     busy, work = Placements(SMALL, ROOMY, (0.0, 1.0)).seconds(point)
     assert float(busy) == pytest.approx((100 + 20 + 20 + 20) / 10 + 2)
     assert float(work) == 0.0  # no rate says what all work is
-
-
-def test_tiles_of_mixed_cuts_are_where_the_cuts_put_them() -> None:
-    """A quarter of all tiles has its parameters on the device and its state on the host: only there are shadows."""
-    point = torch.tensor([[0.5, 1.0, 0.5, 1.0, 0.25, 1.0, 0.0]], dtype=torch.float64)
-    peak = Placements(SMALL, ROOMY).peak(point, torch.zeros(3))[0].tolist()
-    assert peak == [10 + 10 + 25, 10 + 10 + 75 + 5, 0]
-
-
-def test_replicated_parameters_are_in_shards_where_a_part_is_in_files() -> None:
-    placements = Placements(replace(SMALL, own_params_bytes=5), ROOMY)
-    point = torch.tensor([[0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
-    assert placements.peak(point, torch.zeros(3))[0].tolist() == [2.5 + 120, 0, 2.5]
-
-
-def test_cuts_go_to_the_nearest_end_of_a_tile() -> None:
-    placements = Placements(replace(SMALL, tile_ends=(0.0, 0.3, 1.0)), ROOMY)
-    points = torch.tensor(
-        [[0.1, 1.0, 0.2, 1.0, 0.64, 1.0, 0.0], [0.0, 1.0, 0.3, 1.0, 0.3, 1.0, 0.0]], dtype=torch.float64
-    )
-    assert placements.cut(points).tolist() == [[0.0, 1.0, 0.3, 1.0, 0.3, 1.0, 0.0]]
 
 
 # The search, with simulations that are arithmetic: what the formula does not know is some bytes, and a longer step.
@@ -232,17 +181,6 @@ def test_every_placement_that_is_tried_is_one_and_none_is_tried_twice() -> None:
             assert sum(placement.home(kind).values()) == pytest.approx(1, abs=1e-9)
 
 
-def test_the_same_search_has_the_same_end_with_the_fastest_first() -> None:
-    one, other = search_of(hidden={"device": GIB}), search_of(hidden={"device": GIB})
-    assert one.tried == other.tried
-    steps = [trial.timing.step_s for trial in one.fitting]
-    assert steps == sorted(steps)
-    assert len(steps) == len(one.tried) - sum(excess(one))
-    roomy = search_of(limits=Limits(dict.fromkeys(TIERS, 1 << 40)), longer=lambda choice: 1.0)
-    assert len(roomy.tried) == 1, "it stops once nothing is expected to be better"
-    assert roomy.fitting[0].timing.step_s <= busy_s(ALL, LARGE)
-
-
 def test_a_choice_whose_steps_are_longer_than_estimated_gives_way() -> None:
     """Each is simulated once or twice; which is best is told by steps, not by the formula."""
     for slow in WORKLOADS:
@@ -288,15 +226,6 @@ def test_activations_elsewhere_are_counted_only_where_that_may_be_better() -> No
     assert Choice("cpu") in counted(fast), "then they need not be computed again"
 
 
-SLOW_HOST = replace(LARGE, rates={**LARGE.rates, "update": {"update 0": 1e-6}})
-
-
-def test_the_device_does_the_updates_of_a_slow_host_where_it_may() -> None:
-    assert search_of({Choice(): SLOW_HOST}, streamed=(0.0, 1.0)).fitting[0].choice.streamed > 0.5
-    said = search_of({Choice(streamed=0.25): SLOW_HOST}, streamed=(0.25, 0.25))
-    assert {trial.choice.streamed for trial in said.tried} == {0.25}, "a share that is said is what is simulated"
-
-
 def test_in_one_memory_nothing_is_on_the_host() -> None:
     limits = Limits({"cpu": 50 * GIB, "nvme": 500 * GIB}, shared=True)
     workload = replace(LARGE, activation_peak_bytes={"device": GIB}, one_memory=True)
@@ -306,16 +235,6 @@ def test_in_one_memory_nothing_is_on_the_host() -> None:
 
 
 # The same with the engine.
-
-
-def test_what_is_given_is_looked_at_alone() -> None:
-    request = asked(device_bytes=100_000)
-    best = given(request, Trials(request), ON_HOST)
-    assert best.trial.placement == ON_HOST
-    assert best.lacking is not None
-    excess = request.limits.excess(best.trial.peak_bytes)
-    assert best.lacking.missing == excess
-    assert excess["device"] > 0
 
 
 def test_what_no_simulation_has_shown_to_fit_is_never_said_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,35 +43,9 @@ def test_what_is_missing_is_told_by_tier(limits: dict[TierName, int], lacking: d
     assert fits(LOAD, Limits(limits)) is not bool(lacking)
 
 
-@pytest.mark.parametrize("nvme", [None, 3 * GIB])
-def test_as_many_bytes_more_of_the_nvme_tier_are_enough(nvme: int | None) -> None:
-    there = {} if nvme is None else {"nvme": nvme}
-    limits = Limits({"device": 24 * GIB, "cpu": 64 * GIB, **there})  # type: ignore[dict-item]
-    more = int(change(lacks(LOAD, limits), "nvme").amount)
-    assert more + (nvme or 0) == 112 * GIB - 14 * GIB - 63 * GIB
-    assert fits(LOAD, limits.with_room("nvme", (nvme or 0) + more))
-    assert not fits(LOAD, limits.with_room("nvme", (nvme or 0) + more - 200))
-
-
 def test_no_disk_makes_room_on_the_device() -> None:
     found = lacks(LOAD, Limits({"device": 9 * GIB, "cpu": 200 * GIB}))
     assert [each.what for each in found.changes] == ["batch"]
-
-
-def test_that_share_of_the_batch_fits() -> None:
-    limits = Limits({"device": 6 * GIB, "cpu": 200 * GIB})
-    share = change(lacks(LOAD, limits), "batch").amount
-    assert share == 0.5  # 4 GiB of 8, beside the 2 that are fixed
-    assert fits(replace(LOAD, activation_peak_bytes={"device": int(share * 8 * GIB)}), limits)
-    assert not fits(replace(LOAD, activation_peak_bytes={"device": int(share * 8 * GIB) + 1000}), limits)
-
-
-@pytest.mark.parametrize("cpu", [8, 21, 33, 60])
-def test_as_many_ranks_are_enough_and_one_less_is_not(cpu: int) -> None:
-    limits = Limits({"device": 24 * GIB, "cpu": cpu * GIB})
-    ranks = int(change(lacks(LOAD, limits), "ranks").amount)
-    assert fits(LOAD.over(ranks), limits)
-    assert not fits(LOAD.over(ranks - 1), limits)
 
 
 def test_more_ranks_are_as_many_of_each_copy() -> None:
@@ -80,17 +54,6 @@ def test_more_ranks_are_as_many_of_each_copy() -> None:
     four = change(lacks(replace(LOAD, copies=4), limits), "ranks")
     assert four.amount == 4 * alone.amount
     assert four.words.endswith(f", {4 * int(alone.amount)} in all")
-
-
-def test_more_ranks_do_not_help_what_is_not_sharded() -> None:
-    found = lacks(replace(LOAD, sharded=frozenset()), Limits({"device": 24 * GIB, "cpu": 8 * GIB}))
-    assert "ranks" not in [each.what for each in found.changes]
-
-
-def test_a_shard_over_more_ranks_has_its_part_of_what_is_sharded() -> None:
-    load = replace(LOAD, ranks=2, sharded=frozenset({"optimizer"})).over(8)
-    assert (load.optimizer_bytes, load.own_params_bytes) == (20 * GIB, 4 * GIB)
-    assert (load.params_bytes, load.grads_bytes, load.ranks) == (16 * GIB, 16 * GIB, 8)
 
 
 def test_words() -> None:

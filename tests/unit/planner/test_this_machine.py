@@ -45,28 +45,11 @@ def test_a_machine_is_probed_once(probes: list[Any]) -> None:
     assert second.fingerprint == first.fingerprint
 
 
-def test_what_is_free_is_of_now(probes: list[Any], tmp_path: Path) -> None:
-    machine = machine_for(None, folders=[tmp_path])
-    assert machine.value("host_memory") > 1e6
-    assert machine.value("device_memory") == machine.value("host_memory")
-    assert machine.value("disk_free") > 1e6
-
-
 def test_other_folders_are_another_machine(probes: list[Any], tmp_path: Path) -> None:
     machine_for(None)
     machine_for(None, folders=[tmp_path])
     machine_for(None, folders=[tmp_path])
     assert probes == [([], 60), ([tmp_path], 60)]
-
-
-def test_a_machine_that_was_probed_by_hand_is_remembered(probes: list[Any], tmp_path: Path) -> None:
-    known = fingerprint(torch.device("cpu"))
-    machine = Machine("by hand", "cpu", {"update": Rate.stated(7e9)}, known, probed=True)
-    path = remember(machine)
-    assert path is not None
-    assert path.is_relative_to(tmp_path / "cache" / "penstock" / "machines")
-    assert machine_for(None).value("update") == 7e9
-    assert probes == []
 
 
 def test_a_damaged_file_is_probed_again_and_replaced(probes: list[Any]) -> None:
@@ -80,15 +63,6 @@ def test_a_damaged_file_is_probed_again_and_replaced(probes: list[Any]) -> None:
     machine_for(None)
     assert len(probes) == 3
     assert Machine.read(path).value("update") == 3e9
-
-
-def test_the_path_is_the_fingerprints_alone(probes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {"cpu": "x", "cores": 2}
-    assert path_of(here).parent == tmp_path / "cache" / "penstock" / "machines"
-    assert path_of(here) == path_of(dict(reversed(here.items())))
-    assert path_of(here) != path_of(here | {"cores": 4})
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert path_of(here).parent == Path.home() / ".cache" / "penstock" / "machines"
 
 
 def test_a_cache_that_cannot_be_written_is_none(
@@ -111,7 +85,7 @@ def test_of_several_that_ask_at_once_one_probes(probes: list[Any], monkeypatch: 
     monkeypatch.setattr(this_machine, "measure", slow)
 
     def ask(_: int) -> Machine:
-        at_once.wait(30)
+        at_once.wait(60)
         return machine_for(None)
 
     with ThreadPoolExecutor(4) as pool:

@@ -1,15 +1,7 @@
 """Placements that are tried: simulated once, timed for any machine, written for Perfetto."""
 
-import json
-from pathlib import Path
-
-import pytest
-import torch
-
 from penstock.config import Placement
-from penstock.errors import ConfigError
-from penstock.planner.simulation import operation_times
-from penstock.planner.trials import Trials, placement_of
+from penstock.planner.trials import Trials
 from penstock.planner.workload import Choice
 from tests.lib.planning import ON_HOST, asked
 
@@ -22,46 +14,3 @@ def test_a_placement_is_rehearsed_once() -> None:
     assert one.peak_bytes["device"] > other.peak_bytes["device"]
     assert "cpu" not in one.peak_bytes
     assert one.timing.step_s < other.timing.step_s
-
-
-def test_a_trace_is_json_with_a_span_for_each_job(tmp_path: Path) -> None:
-    trials = Trials(asked())
-    trials.write_trace(trials.run(ON_HOST, Choice()), tmp_path / "step.json")
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {"upload", "download", "update"} <= threads
-    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
-    with pytest.raises(ConfigError, match=r"^The trace cannot be written: "):
-        trials.write_trace(trials.run(ON_HOST, Choice()), tmp_path)
-
-
-def test_other_states_and_twice_the_batch_are_other_trials() -> None:
-    trials = Trials(asked())
-    found = trials.run(Placement(), Choice())
-    smaller, larger = trials.simulate_other(found, state_dtype="int8"), trials.simulate_other(found, twice=True)
-    assert smaller is not None
-    assert larger is not None
-    assert smaller.peak_bytes["device"] < found.peak_bytes["device"] < larger.peak_bytes["device"]
-    assert larger.simulation.program.tokens == 2 * found.simulation.program.tokens
-    assert len(trials) == 1
-
-
-def test_measuring_times_each_kind_of_operation_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operation_times, "_LEAST_SECONDS", 1e-5)
-    measured: dict = {}
-    trial = Trials(asked(), measures=True, measured=measured).run(Placement(), Choice())
-    assert measured.keys() == trial.simulation.recipes.keys()
-    assert all(seconds >= 0 for seconds in measured.values())
-    assert trial.timing.step_s > 0
-
-
-def test_fractions_become_a_placement() -> None:
-    request = asked(folders=["/a", "/b"])
-    shares = {"params": {"device": 1.0, "cpu": 0.0}, "grads": {"cpu": 1.0}, "optimizer": {"cpu": 0.5, "nvme": 0.5}}
-    made = placement_of(shares, Choice("cpu"), request)
-    assert (made.params, made.grads, made.optimizer) == ("device", "cpu", {"cpu": 0.5, "nvme": 0.5})
-    assert made.activations == "cpu"
-    assert [str(folder) for folder in made.nvme_folders()] == ["/a", "/b"]
-    in_memory = placement_of({**shares, "optimizer": {"cpu": 1.0}}, Choice(), request)
-    assert in_memory.nvme_folders() == []
-    assert torch.is_grad_enabled()

@@ -8,7 +8,6 @@ import pytest
 from penstock.config import Options, Placement
 from penstock.planner.trials import Trials
 from penstock.planner.workload import Choice, StepWorkload, count_workload
-from penstock.tiers.staging import LEAST_FILE_SLOTS, RING_BYTES
 from tests.lib.planning import Net, Tellable, asked, desktop
 
 
@@ -58,12 +57,6 @@ def test_a_unit_that_stays_gathered_comes_once_for_several_micro_batches() -> No
     assert one.forward_gathered_bytes - two.forward_gathered_bytes == 2 * 5 * BIAS
 
 
-def test_rings_hold_what_their_constants_say() -> None:
-    assert plain().kept_bytes == 2 * RING_BYTES
-    large = load(arguments={"options": Options(tile_bytes=RING_BYTES)})
-    assert large.kept_bytes > 2 * LEAST_FILE_SLOTS * RING_BYTES
-
-
 def test_ranks_of_a_host_share_its_memory_and_its_disks() -> None:
     alone, two, apart = plain(), load(world_size=2), load(world_size=2, hosts=2)
     for flow in ("read", "write", "update"):
@@ -77,22 +70,10 @@ def test_files_are_spread_over_folders_and_the_memory_that_they_pass_is_one() ->
     assert two.rates["read"]["host memory"] == pytest.approx(one.rates["read"]["host memory"])
 
 
-def test_whole_gradients_that_are_held_back_are_reduced_once() -> None:
-    assert load(world_size=2, micro_batches=3, arguments={"stage": 1}).reductions == 1
-    assert load(world_size=2, micro_batches=3).reductions == 3
-
-
 def test_compute_takes_longer_in_backward_and_more_so_where_it_computes_again() -> None:
     found, again = plain(), load(Choice(recompute=True), lambda: Tellable())
     seconds = [each.busy[window]["compute"] for each in (found, again) for window in ("forward", "backward")]
     assert 0 < seconds[0] == seconds[2] < seconds[1] < seconds[3]
-
-
-def test_later_micro_batches_are_after_the_first_forward() -> None:
-    one, two = plain(), load(micro_batches=2)
-    assert two.busy["forward"]["compute"] == one.busy["forward"]["compute"]
-    expected = 2 * one.busy["backward"]["compute"] + one.busy["forward"]["compute"]
-    assert two.busy["backward"]["compute"] == pytest.approx(expected, rel=0.05)  # and gradients are added
 
 
 def test_tiles_end_where_the_engine_cuts() -> None:

@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError, NvmeError
-from penstock.probe import disks
-from penstock.probe.disks import (
-    _BOTH,
-    _READ,
-    _WRITTEN,
-    _Disk,
-    check_folders,
-    file_system,
-    free_space,
-    measure_disks,
-)
+from penstock.probe.disks import _BOTH, _READ, _WRITTEN, _Disk, check_folders, file_system, measure_disks
 from penstock.probe.sampling import Deadline
 from penstock.runtime import aio
 from penstock.runtime.aio import File, Queue
@@ -64,11 +54,6 @@ def test_folders_that_are_none_are_refused_by_name_and_nothing_is_left_in_others
 OWN = f"*penstock-*-{os.getpid()}-*"
 
 
-def test_a_record_is_what_the_engine_keeps_of_a_tile() -> None:
-    """Of 4 MiB of bf16 parameters: a 16-bit remainder and two fp32 moments of each."""
-    assert disks.RECORD_BYTES == (4 * MIB // 2) * (2 + 4 + 4)
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Any:
     with Queue(4) as queue, File(queue, tmp_path / "file", 6 * MIB) as file:
@@ -103,20 +88,10 @@ def test_two_folders_of_one_disk_share_it() -> None:
     assert not any(list(folder.glob(OWN)) for folder in folders)
 
 
-def test_without_folders_there_are_no_disks() -> None:
-    assert measure_disks([], Deadline(1)) == free_space([]) == {}
-
-
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no file system in memory")
 def test_a_file_system_in_memory_is_told() -> None:
     assert "; a tmpfs: the host's memory, no disk" in measure_disks(["/dev/shm"], Deadline(0.1))["disk_read"].how
     assert not list(Path("/dev/shm").glob(OWN))
-
-
-def test_the_page_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disks, "file_system", lambda folder: "overlay")
-    assert disks._where(tmp_path, direct=False) == "; overlay takes no direct I/O: through the page cache"
-    assert disks._where(tmp_path, direct=True) == ""
 
 
 def test_the_kind_of_a_file_system_is_read_from_the_kernels_list(tmp_path: Path) -> None:

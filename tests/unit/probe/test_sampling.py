@@ -1,7 +1,6 @@
 """Turns, deadlines and quartiles."""
 
 from collections.abc import Callable
-from statistics import median
 
 import pytest
 import torch
@@ -52,20 +51,6 @@ def test_without_time_there_are_three_runs_after_the_warm_up() -> None:
 def test_a_figure_is_a_median_with_its_quartiles() -> None:
     assert Rate.of([5.0, 1.0, 2.0, 4.0, 3.0], "x") == Rate(3.0, 2.0, 4.0, "x")
     assert Rate.of([2.0], "x").scaled(3, ", thrice") == Rate(6.0, 6.0, 6.0, "x, thrice")
-
-
-@pytest.mark.parametrize("samples", [[2.0], [2.0, 1.0], [3.0, 1.0, 2.0, 9.0]])
-def test_quartiles_enclose_the_median(samples: list[float]) -> None:
-    found = Rate.of(samples, "x")
-    assert min(samples) <= found.low <= found.value <= found.high <= max(samples)
-    assert found.value == median(samples)
-
-
-def test_a_share_is_of_what_is_left() -> None:
-    deadline = Deadline(10)
-    assert deadline.share(0.25).left() <= 2.5
-    assert deadline.share(0.25).left() <= deadline.left()
-    assert Deadline(-1).share(0.5).left() <= 0
 
 
 def test_in_less_time_a_run_goes_over_less() -> None:

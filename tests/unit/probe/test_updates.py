@@ -8,11 +8,10 @@ import torch
 
 from penstock.optim import Lion
 from penstock.probe import arithmetic
-from penstock.probe.arithmetic import GROUP, RULES, Update, cores_of_updates, fill
+from penstock.probe.arithmetic import GROUP, RULES, Update, fill
 from penstock.rules import Pool, rule_for
 from penstock.runtime.host_memory import page_aligned
 
-CPU = torch.device("cpu")
 MIB = 1 << 20
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-4),
@@ -53,14 +52,6 @@ def test_every_tile_is_updated_and_stays_a_number(rule: str) -> None:
             assert bool(values.float().isfinite().all())
         # Denormal numbers would be slower than those of any training.
         assert float((values.float().abs() > 1e-30).float().mean()) > 0.99
-
-
-def test_several_ranks_share_all_cores_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    alone = cores_of_updates(CPU).count
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert cores_of_updates(CPU).count == alone
 
 
 def test_caches_are_counted_once_for_the_cores_that_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

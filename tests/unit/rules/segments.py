@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -65,12 +64,6 @@ TELLING = [
     ("sgd-nesterov", STORAGES[0], FORMATS[2]),
     ("adagrad", STORAGES[4], FORMATS[3]),
 ]
-
-
-def telling_first() -> Iterator[tuple[tuple[str, tuple[Any, Any], StateFormat], bool]]:
-    """All rows of the table, and whether they are of the telling ones, which come first."""
-    yield from ((row, True) for row in TELLING)
-    yield from ((row, False) for row in product(RULES, STORAGES, FORMATS) if row not in TELLING)
 
 
 def rule_and_hyper(name: str, format_: StateFormat = FORMATS[0], step: int = 3) -> tuple[FusedRule, FusedScalars]:

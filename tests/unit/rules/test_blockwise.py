@@ -33,18 +33,6 @@ def test_codes_stand_for_different_values_up_to_one(signed: bool) -> None:
 
 
 @both
-def test_each_decade_has_half_the_codes_of_the_one_above(signed: bool) -> None:
-    positive = table(signed)[: 128 if signed else 256]
-    octaves, bits = (3, 7) if signed else (4, 8)
-    for decade in range(bits - 1):
-        codes = positive[1 << (bits - 1 - decade) : 1 << (bits - decade)]
-        # The largest code is the middle of its interval: the decade ends half an interval above it.
-        end = 2.0 ** (-octaves * decade) * (1 + octaves * 2.0**-bits)
-        assert codes[-1] <= end
-        assert codes[0] > end * 2.0**-octaves
-
-
-@both
 def test_what_was_decoded_is_encoded_to_the_same_bits(signed: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     spread = 10 ** torch.empty(20 * 256).uniform_(-12, 2, generator=generator)
@@ -72,16 +60,6 @@ def test_relative_error_is_bounded_and_nothing_positive_becomes_zero(values: lis
     for decade in range(4):
         inside = usable & (value > largest * 2.0 ** (-4 * (decade + 1)) * 1.03)
         assert ((decoded - value).abs() <= value.double() * (2.0 ** (decade - 6) * 1.01))[inside].all()
-
-
-def test_the_sign_is_kept_and_the_relative_error_with_sign_is_bounded() -> None:
-    value = torch.randn(256 * 200, generator=torch.Generator().manual_seed(3))
-    decoded = decode_blocks(*encode_blocks(value, signed=True), signed=True)
-    largest = value.abs().view(-1, 256).amax(dim=1).repeat_interleave(256)
-    assert ((decoded == 0) | (decoded.sign() == value.sign())).all()
-    for decade in range(4):
-        inside = value.abs() > largest * 2.0 ** (-3 * (decade + 1)) * 1.03
-        assert ((decoded - value).abs() <= value.abs() * (2.0**decade * 3 / 128 * 1.01))[inside].all()
 
 
 @both

@@ -5,14 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock import _native
 from penstock.rules import Pool, deposit, squared_norm
 from penstock.rules.formats import _deposit_in_torch, deposit_part, deposit_parts, squared_norms
-from tests.lib.fuzz import examples
 from tests.unit.rules.segments import GRADS, Guarded, assert_same_bits, each_isa, hard_values
 
 
@@ -127,34 +123,6 @@ def test_sums_that_overflow_and_sums_of_nothing(isa: str) -> None:
     assert deposit(torch.empty(0), torch.empty(0, dtype=torch.bfloat16), add=False, pool=None) == 0.0
 
 
-@examples(60)
-@given(
-    numel=st.integers(0, 70_000),
-    offsets=st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    dtypes=st.tuples(st.sampled_from(GRADS), st.sampled_from(GRADS)),
-    isa=st.sampled_from(_native.isas()),
-    threads=st.integers(1, 3),
-    add=st.booleans(),
-)
-def test_any_size_alignment_and_mix(
-    numel: int,
-    offsets: tuple[int, int],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    isa: str,
-    threads: int,
-    add: bool,
-) -> None:
-    _native.set_isa(isa)
-    dst = torch.randn(numel + offsets[0]).to(dtypes[0])[offsets[0] :]
-    src = torch.randn(numel + offsets[1]).to(dtypes[1])[offsets[1] :]
-    expected = expected_after(dst, src, add)
-    pool = Pool(threads)
-    norm = deposit(dst, src, add=add, pool=pool)
-    pool.close()
-    assert torch.equal(dst, expected)
-    assert norm == pytest.approx(expected.double().square().sum().item(), rel=max(1e-12, tolerance(dtypes[0])))
-
-
 PARTS = [(0, 300), (512, 513), (600, 1000)]  # with gaps, which are zero
 
 
@@ -176,15 +144,6 @@ def test_the_back_end_in_torch_agrees(dtype: torch.dtype, add: bool) -> None:
     assert [(norm.shape, norm.dtype) for norm in norms] == [((), torch.float64)] * len(PARTS)
     assert [norm.item() for norm in norms] == pytest.approx(expected, rel=1e-6)
     assert squared_norms(ours, PARTS, pool=None) == expected
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_the_back_end_in_torch_sees_what_is_not_finite(bad: float) -> None:
-    src = gradients(torch.bfloat16)
-    src[PARTS[1][0]] = bad
-    norms = _deposit_in_torch(src.clone(), src, PARTS, add=False)
-    assert [math.isfinite(norm.item()) for norm in norms] == [True, False, True]
-    assert _deposit_in_torch(src, src, [], add=False) == ()
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])

@@ -17,7 +17,6 @@ from penstock.rules.device import (
     ROUNDING,
     DeviceUpdate,
     compile_pass,
-    has_compiler,
     one_pass,
     update_in_torch,
     update_reference,
@@ -132,18 +131,6 @@ def test_one_graph_serves_every_segment_of_a_call() -> None:
     assert len(graphs.made) == 1, "also for one element, and for one block"
 
 
-def test_many_rules_in_one_process_are_all_compiled(recwarn: pytest.WarningsRecorder) -> None:
-    graphs = Graphs()
-    cases = [("sgd", FORMATS[0]), ("sgd", FORMATS[1]), ("lion", FORMATS[0])]
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for name, format_ in cases:
-            rule, step_scalars = rule_and_hyper(name, format_)
-            update_slice = make(rule, *random_inputs(512), REMAINDER, torch.bfloat16)
-            graphs.update()(rule, [(update_slice, step_scalars)], 0.7)
-    assert len(graphs.made) == len(cases)
-    assert not [w for w in recwarn if "torch.compile failed" in str(w.message)]
-
-
 def in_one_memory(update_slice: UpdateSlice) -> UpdateSlice:
     """Copy a slice into one allocation, as tiers do: views of different dtypes, one behind the other."""
     tensors = [update_slice.param, update_slice.grad, update_slice.master, *update_slice.states, *update_slice.scales]
@@ -219,17 +206,6 @@ def test_factors_of_indices_fit_32_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "triton", "expected"),
-    [("cuda", True, True), ("xpu", True, True), ("cuda", False, False), ("cpu", True, False), ("hpu", True, False)],
-)
-def test_a_device_has_a_compiler_where_triton_is_for_it(
-    monkeypatch: pytest.MonkeyPatch, kind: str, triton: bool, expected: bool
-) -> None:
-    monkeypatch.setattr(device, "find_spec", lambda name: object() if triton and name == "triton" else None)
-    assert has_compiler(torch.device(kind)) is expected
-
-
-@pytest.mark.parametrize(
     ("kind", "hip", "known", "expected"),
     [
         ("cuda", None, True, True),
@@ -284,15 +260,6 @@ def test_a_compiler_that_fails_is_said_once_and_the_reference_does_the_rest() ->
         assert_same(other, update_slice)
 
 
-def test_without_a_compiler_the_reference_runs() -> None:
-    rule, step_scalars = rule_and_hyper("lion")
-    expected = make(rule, *random_inputs(300), FP32, torch.float32)
-    actual = copy_of(expected)
-    rule.on_device(rule, [(actual, step_scalars)], 1.0)
-    update_reference(rule, expected, step_scalars, 1.0)
-    assert_same(actual, expected)
-
-
 # Many segments at once
 
 
@@ -304,21 +271,6 @@ def test_small_segments_are_updated_together_as_they_are_alone() -> None:
         for update_slice, (other, step_scalars) in zip(alone, together, strict=True):
             update_reference(rule, update_slice, step_scalars, 0.7)
             assert_same(other, update_slice, row)
-
-
-def test_batches_hold_no_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporaries are bounded by the piece, however many update_slices there are."""
-    seen = []
-
-    def note(rule: FusedRule, update_slice: UpdateSlice, *rest: Any) -> None:
-        seen.append(update_slice.param.numel())
-        update_reference(rule, update_slice, *rest)
-
-    monkeypatch.setattr("penstock.rules.device.PIECE_NUMEL", 1000)
-    monkeypatch.setattr("penstock.rules.device.update_reference", note)
-    rule, update_slices = several("adamw", REMAINDER)
-    update_in_torch(rule, update_slices, 0.7)
-    assert seen == [300, 2048, 1 + 777, 256]
 
 
 #: Operations that launch nothing: they look at memory that is there, or take some.
@@ -345,40 +297,11 @@ def launches(work: Callable[[], Any]) -> int:
     return found.counted.total()
 
 
-@pytest.mark.parametrize(("storage", "most"), [(REMAINDER, 60), (FULL, 59)], ids=str)
-def test_adamw_without_a_compiler_takes_no_more_operations_than_this(storage: tuple[Any, Any], most: int) -> None:
-    rule, step_scalars = rule_and_hyper("adamw")
-    update_slice = make(rule, *random_inputs(2048), storage, torch.bfloat16)
-    assert launches(lambda: update_reference(rule, update_slice, step_scalars, 0.7)) <= most
-
-
 def test_many_small_segments_take_hardly_more_operations_than_one() -> None:
     rule, update_slices = several("adamw", REMAINDER)
     alone = launches(lambda: update_in_torch(rule, update_slices[:1], 0.7))
     # Five arrays together, four apart again.
     assert launches(lambda: update_in_torch(rule, update_slices, 0.7)) <= alone + 9
-
-
-@pytest.mark.parametrize("format_", [FORMATS[0], FORMATS[3]], ids=lambda f: f.dtype)
-def test_scalars_reach_the_device_in_two_copies_however_many_segments_there_are(
-    format_: StateFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies = []
-    on_device = device._on_device
-
-    def note(rows: list[list[Any]], *rest: Any) -> Tensor:
-        copies.append(len(rows))
-        return on_device(rows, *rest)
-
-    monkeypatch.setattr(device, "_on_device", note)
-    rule, together = several("adamw", REMAINDER, format_, steps=(3, 4))
-    alone = [copy_of(update_slice) for update_slice, _ in together]
-    DeviceUpdate(one_pass)(rule, together, 0.7)
-    pieces = len(SIZES) + 1  # 777 are three blocks and a rest
-    assert copies == [2, pieces if format_.stochastic else 1], "what is equal is there once"
-    for update_slice, (other, step_scalars) in zip(alone, together, strict=True):
-        DeviceUpdate(one_pass)(rule, [(update_slice, step_scalars)], 0.7)
-        assert_same(other, update_slice)
 
 
 @pytest.mark.parametrize("allowed", [True, False])

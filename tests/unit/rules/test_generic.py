@@ -108,18 +108,6 @@ def test_threads_change_no_bit(cls: Any, options: dict[str, Any]) -> None:
         pool.close()
 
 
-def test_states_in_bf16() -> None:
-    value = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
-    exact = run(torch.optim.RMSprop(parameters(), lr=1e-3), value, StateFormat(), cut=NUMEL, steps=5)
-    format_ = StateFormat("bf16", "stochastic", seed=3)
-    found = [
-        run(torch.optim.RMSprop(parameters(), lr=1e-3), value, format_, cut=cut, steps=5) for cut in (NUMEL, 256 * 5)
-    ]
-    assert found[0][1]["square_avg"].dtype == torch.bfloat16
-    assert torch.equal(found[0][0], found[1][0])
-    torch.testing.assert_close(found[0][1]["square_avg"].float(), exact[1]["square_avg"], rtol=0.05, atol=1e-6)
-
-
 def test_what_the_rule_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"state_dtype='int8'\) is not for rmsprop"):
         rule_for(torch.optim.RMSprop(parameters()), StateFormat("int8"))
@@ -373,27 +361,6 @@ def test_methods_of_the_class_that_work_on_whole_parameters_are_missed_by_name()
         optimizer.eval()
     with pytest.raises(AttributeError, match="'Optimizer' object has no attribute 'nothing'"):
         optimizer.nothing  # noqa: B018
-    optimizer.close()
-
-
-def test_what_schedulefree_evaluates_is_read_from_state() -> None:
-    """The formula of docs/rules.md, beside the class that exchanges parameters itself."""
-
-    class Exchanging(Averaging):
-        @torch.no_grad()
-        def eval(self) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.lerp_(self.state[p]["z"], 1 - 1 / 0.9)
-
-    penstock.elementwise(Exchanging)
-    theirs, stock = trained(Exchanging, range(3))
-    ours, optimizer = trained(Exchanging, range(3), placement=penstock.Placement())
-    stock.eval()
-    for p in ours.parameters():
-        optimizer.set_full_param(p, optimizer.full_param(p).lerp(optimizer.full_state(p, "z"), 1 - 1 / 0.9))
-    for mine, plain in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(optimizer.full_param(mine), plain.detach(), rtol=1e-6, atol=1e-8)
     optimizer.close()
 
 

@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.rules import Pool, StateFormat, UpdateSlice, join_master
 from penstock.rules.device import DeviceUpdate, one_pass, update_reference
-from penstock.rules.formats import read_master
 from penstock.rules.rule import RecordChecksums
 from penstock.runtime.aio import checksum
 from tests.lib.covering import covering
-from tests.lib.fuzz import examples
 from tests.unit.rules.segments import (
     FORMATS,
     GRADS,
@@ -120,44 +116,6 @@ def test_any_cut_on_blocks_and_any_number_of_threads(name: str, format_: StateFo
         pool.close()
 
 
-#: What makes numbers hard: their bits, to be mixed within one vector.
-NUMBERS = st.one_of(
-    st.floats(width=32, allow_nan=False, allow_infinity=False),
-    st.floats(-1, 1, width=32),
-    st.floats(0, 2.0**-126, width=32, allow_subnormal=True),
-    st.floats(2.0**100, 2.0**127, width=32),
-    st.sampled_from([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-45, 3.4028234663852886e38]),
-)
-VECTORS = st.lists(NUMBERS, min_size=1, max_size=40)
-
-
-@examples(50)
-@given(
-    name=st.sampled_from(list(RULES)),
-    storage=st.sampled_from(STORAGES),
-    format_=st.sampled_from(FORMATS),
-    grad_dtype=st.sampled_from(GRADS),
-    vectors=st.tuples(VECTORS, VECTORS, VECTORS),
-    steps=st.sampled_from([1, 10]),
-)
-def test_any_values_at_all(
-    name: str, storage: Any, format_: StateFormat, grad_dtype: torch.dtype, vectors: Any, steps: int
-) -> None:
-    numel = max(map(len, vectors))
-    value, grad, moment = (torch.tensor((numbers * numel)[:numel]) for numbers in vectors)
-    rule, _ = rule_and_hyper(name, format_)
-    given = make(rule, value, grad, (moment, moment.abs(), moment.abs()), storage, grad_dtype)
-    scalars = [rule_and_hyper(name, format_, step)[1] for step in range(1, steps + 1)]
-    expected = copy_of(given)
-    for step_scalars in scalars:
-        update_reference(rule, expected, step_scalars, 0.7)
-    for isa in each_isa():
-        actual = copy_of(given)
-        for step_scalars in scalars:
-            rule.update(actual, step_scalars, 0.7, None)
-        assert_same(actual, expected, isa)
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_the_form_of_the_master_never_changes_the_result(name: str) -> None:
     """Value and states bit for bit; the bf16 parameter is the nearest, and on ties alone not the even one."""
@@ -219,17 +177,6 @@ def test_a_segment_begins_on_a_block() -> None:
         UpdateSlice(torch.zeros(4), torch.zeros(4), None, (), first=64)
 
 
-def test_a_gradients_scale_is_one_factor() -> None:
-    grad = torch.randn(2000)
-    rule, step_scalars = rule_and_hyper("adamw")
-    ones, zeros = torch.ones(2000), torch.zeros(2000)
-    scaled = make(rule, ones, grad, (zeros, zeros), STORAGES[0], torch.float32)
-    plain = make(rule, ones, grad * torch.tensor(1 / 3), (zeros, zeros), STORAGES[0], torch.float32)
-    rule.update(scaled, step_scalars, 1 / 3, None)
-    rule.update(plain, step_scalars, 1.0, None)
-    assert_same(scaled, plain)
-
-
 def test_states_that_a_group_does_not_use_are_as_they_were() -> None:
     """And summed, as all that an update could write."""
     rule, _ = rule_and_hyper("amsgrad")
@@ -241,25 +188,3 @@ def test_states_that_a_group_does_not_use_are_as_they_were() -> None:
     summed(lambda sums: rule.update_many([(given, step_scalars)], 0.7, None, sums), given)
     assert_same(given, plain)
     assert_same_bits(given.states[2], unused)
-
-
-def test_states_in_fewer_bits_train_as_well() -> None:
-    """A noisy quadratic: the loss comes down as with fp32 states, within a few percent of where it began."""
-
-    def trained(format_: StateFormat, *, master: bool) -> float:
-        generator = torch.Generator().manual_seed(1)
-        rule, _ = rule_and_hyper("adamw", format_)
-        group = torch.optim.AdamW([torch.zeros(1)], lr=3e-3, weight_decay=0.0).param_groups[0]
-        target, zeros = torch.randn(2000, generator=generator), torch.zeros(2000)
-        there = make(rule, zeros, zeros, (zeros, zeros), STORAGES[2 if master else 1], torch.float32)
-        curvature = 10 ** torch.empty(2000).uniform_(-3, 1, generator=generator)
-        for step in range(1, 801):
-            noise = torch.randn(2000, generator=generator) * 0.1
-            there.grad.copy_(curvature * (read_master(there.param, there.master) - target + noise))
-            rule.update(there, rule.step_scalars(group, step), 1.0, None)
-        return float((read_master(there.param, there.master) - target).square().mean())
-
-    most = trained(StateFormat(), master=True) + 0.02
-    for format_ in FORMATS[2:]:
-        assert trained(format_, master=True) < most, format_
-        assert not format_.stochastic or trained(format_, master=False) < most, format_

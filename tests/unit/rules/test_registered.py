@@ -1,8 +1,6 @@
 """Rules that are registered for classes: believed once tried out."""
 
-import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import ConfigError, EngineError
+from penstock.errors import ConfigError
 from penstock.optim import register
-from penstock.rules import StateFormat, rule_for
+from penstock.rules import rule_for
 from tests.unit.rules.classes import Base, parameters
 from tests.unit.rules.test_whole import by_class, normal, run, state
 
@@ -32,18 +30,6 @@ class DescentRule:
     def update(self, matrix: Tensor, grad: Tensor, states: Any, group: Any, step: int) -> None:
         mean = states["mean"].lerp_(grad, 0.5)
         matrix.sub_(mean / mean.norm(), alpha=group["lr"])
-
-
-def test_the_example_of_the_page() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "rules.md").read_text()
-    (block,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "register(" in text]
-    names: dict[str, Any] = {}
-    exec(block, names)
-    cls, value, grads = names["RowNormalised"], normal(6, 9), [normal(6, 9, seed=s) for s in (1, 2)]
-    rule, update_slice = run(cls([nn.Parameter(value.clone())]), value, grads)
-    theirs, _ = by_class(cls, value, grads)
-    assert [spec.name for spec in rule.states] == ["mean"]
-    assert torch.equal(update_slice.param.view(6, 9), theirs)
 
 
 def fresh() -> type[Descent]:
@@ -74,11 +60,6 @@ def wrong(after: Callable[..., Any], share: float = 1.0) -> DescentRule:
 
 
 def nothing(*_: Any) -> None: ...
-
-
-def eight_rows(matrix: Tensor, *_: Any) -> None:
-    if matrix.shape[0] == 8:
-        raise RuntimeError("eight\nrows")
 
 
 DIFFERS = "the parameter differs by up to"
@@ -119,42 +100,6 @@ def test_a_registered_rule_is_tried_on_every_number_of_dimensions() -> None:
     rule_for(cls(parameters((6, 4), (4,))))
     with pytest.raises(ConfigError, match=r"of shape \(6, 4, 3, 2\), the parameter differs by"):
         rule_for(cls(parameters((6, 4), (4,), (2, 2, 2, 2))))
-
-
-def test_what_fails_in_an_update_names_class_and_shape() -> None:
-    cls, value = fresh(), normal(8, 4)
-    register(cls, wrong(eight_rows))
-    with pytest.raises(EngineError, match=r"Fresh failed on a parameter of shape \(8, 4\): eight rows"):
-        run(cls([nn.Parameter(value)]), value, [value])
-
-
-def test_a_rule_that_names_no_shapes_is_refused() -> None:
-    class Nameless(DescentRule):
-        def states(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-            return {"mean": shape} if shape == (6, 4) else {"mean": "x"}  # type: ignore[dict-item]
-
-    cls = fresh()
-    register(cls, Nameless)
-    with pytest.raises(ConfigError, match=r"The rule of Fresh fails to name the states of \(5, 4\)"):
-        rule_for(cls(parameters((5, 4))))
-
-
-def test_what_is_no_class_or_no_rule_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"register.*give a class of torch.optim.Optimizer"):
-        register(int, DescentRule)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="give a rule with the methods `states` and `update`"):
-        register(fresh(), object())
-
-
-def test_states_that_are_square_by_chance_are_told_from_states_of_the_parameters_shape() -> None:
-    class Square(DescentRule):
-        def states(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-            return {"mean": shape, "left": (shape[0], shape[0])}
-
-    cls = fresh()
-    register(cls, Square())
-    rule = rule_for(cls(parameters((4, 4))), StateFormat("int8"))
-    assert {spec.name: spec.dtype for spec in rule.states} == {"mean": torch.uint8, "left": torch.float32}
 
 
 class Optional(Base):
@@ -209,19 +154,6 @@ def test_states_are_those_of_the_group() -> None:
             optimizer.close()
     for plain, ours in zip(*ends, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
-
-
-def test_a_group_that_calls_for_states_of_no_other_is_refused() -> None:
-    cls = type("Later", (Optional,), {})
-    rule = OptionalRule()
-    register(cls, rule)
-    groups = [{"params": parameters((6, 4)), "momentum": m} for m in (0.9, 0.0)]
-    made = rule_for(cls(groups, momentum=0.0))
-    assert [spec.name for spec in made.states] == ["mean"]
-    assert [spec.name for spec in made.part({"momentum": 0.0}).states] == []
-    rule.states = lambda shape, group: {"other": shape}  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="later names other states for the options of a parameter group"):
-        made.part({"momentum": 0.5})
 
 
 def test_a_class_that_looks_at_several_parameters_is_found_out_beside_its_rule() -> None:

@@ -9,7 +9,6 @@ from penstock import _native
 from penstock.rules import UpdateSlice, rule_for
 from penstock.rules.rule import RecordChecksums, StepScalars
 from penstock.runtime.aio import checksum
-from penstock.runtime.host_memory import page_aligned
 from tests.lib.memory import memory
 from tests.unit.rules.segments import (
     FORMATS,
@@ -75,13 +74,6 @@ def test_a_record_is_its_runs_and_what_no_run_touches() -> None:
     assert not torch.equal(param, whole.param)
 
 
-def test_memory_that_nothing_passed_is_summed_as_it_is() -> None:
-    record = memory(4096, seed=1)
-    assert RecordChecksums([record]).of(record) == (checksum(record), checksum(record))
-    assert bool(RecordChecksums([record]))
-    assert not RecordChecksums([])
-
-
 def test_nothing_is_summed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     rule, step_scalars = rule_and_hyper("adamw")
     asked: list[Any] = []
@@ -96,29 +88,6 @@ def test_nothing_is_summed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) ->
         [(make(rule, *random_inputs(300), STORAGES[2], GRADS[1]), step_scalars)], 1.0, None, RecordChecksums([])
     )
     assert asked == [[]]
-
-
-def test_what_is_summed_is_of_the_update() -> None:
-    elsewhere, values = page_aligned(4096), torch.zeros(8)
-    for address in (elsewhere.data_ptr(), 0, values.data_ptr() + 4):
-        with pytest.raises(ValueError, match="what is summed is no array of the update"):
-            _native.update(
-                None,
-                _native.Rule.SGD,
-                8,
-                values.data_ptr(),
-                _native.DType.FP32,
-                torch.zeros(8).data_ptr(),
-                _native.DType.FP32,
-                0,
-                _native.Master.NONE,
-                [],
-                [1.0, *rule_and_hyper("sgd")[1].scalars, *map(float, rule_and_hyper("sgd")[1].flags)],
-                param_random=False,
-                random_key=0,
-                first_block=0,
-                summed=[address],
-            )
 
 
 def test_rules_with_kernels_sum_and_others_do_not() -> None:

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.planner.simulation.fake_operations import FakeOperations
 from penstock.planner.simulation.fake_tensor import fake_tensor, is_fake
-from penstock.planner.simulation.program import Op
 
 EXPERTS, TOKENS, PICKED = 8, 64, 2
 
@@ -47,12 +46,6 @@ def test_shares_go_along_with_what_is_done(way, rows: int, scores: Tensor) -> No
         assert way(scores).shape[0] == rows
 
 
-def test_a_stated_share_is_for_masks_of_which_nothing_is_known(scores: Tensor) -> None:
-    with FakeOperations(share=0.25):
-        assert scores[scores > 0].shape == (TOKENS * EXPERTS // 4,)
-        assert (scores.argmax(-1) == 3).nonzero().shape == (TOKENS // EXPERTS, 1)
-
-
 @pytest.mark.parametrize("mask", [lambda s: s > 0, lambda s: ~(s.argmax(-1) == 3), lambda s: s[:, :2].bool()])
 def test_a_mask_that_no_routing_makes_is_refused(mask, scores: Tensor) -> None:
     with FakeOperations(), pytest.raises(ConfigError, match=r"aten\.nonzero.*counts what a mask chooses.*--measure"):
@@ -66,23 +59,6 @@ def test_what_is_known_is_forgotten_when_it_is_overwritten(write, scores: Tensor
         write(mask, scores)
         with pytest.raises(ConfigError, match="counts what a mask chooses"):
             mask.nonzero()
-
-
-def test_real_masks_of_fake_values_count_exactly(scores: Tensor) -> None:
-    with FakeOperations():
-        assert scores[torch.arange(TOKENS) < 5].shape == (5, EXPERTS)
-        assert scores[:, torch.arange(EXPERTS) % 2 == 0].shape == (TOKENS, 4)
-
-
-def test_what_is_chosen_is_told_with_its_cost(scores: Tensor) -> None:
-    seen: list[Op] = []
-    with FakeOperations(seen.append):
-        (scores.argmax(-1) == 3).nonzero()
-        scores[scores.argmax(-1) == 3]
-    assert [(op.name, op.nbytes) for op in seen if op.name not in ("aten.argmax.default", "aten.eq.Scalar")] == [
-        ("aten.nonzero.default", TOKENS + 8 * 8),
-        ("aten.index.Tensor", 8 * 8 + 2 * 8 * EXPERTS * 4),
-    ]
 
 
 def test_comparing_two_tensors_is_no_comparison_with_zero() -> None:

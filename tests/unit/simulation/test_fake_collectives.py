@@ -1,24 +1,19 @@
 """Collectives that a model itself issues: what they return, what is noted of them, and what is refused."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock.blueprint import request_for
 from penstock.errors import ConfigError
-from penstock.parallel import ulysses_attention
 from penstock.planner.simulation.fake_collectives import simulated_mesh
 from penstock.planner.simulation.fake_operations import FakeOperations
 from penstock.planner.simulation.fake_tensor import fake_tensor, is_fake
-from penstock.planner.simulation.program import OF_MODEL, Collective, WorkKind
-from penstock.planner.simulation.simulate import Setup, simulate
+from penstock.planner.simulation.program import Collective
 from penstock.runtime.control_group import all_gather_flat, reduce_scatter_flat
-from penstock.runtime.topology import Grid
 
 RANKS = 4
 
@@ -64,13 +59,7 @@ CALLS: dict[str, tuple[Work, str, int, tuple[int, ...], float]] = {
     "functional sum": (functional("all_reduce", "sum"), "all_reduce", 1, (8, 2), RANKS),
     "functional mean": (functional("all_reduce", "avg"), "all_reduce", 1, (8, 2), 1),
     "functional gather": (functional("all_gather_into_tensor", RANKS), "all_gather", RANKS, (32, 2), 1),
-    "functional reduction": (
-        functional("reduce_scatter_tensor", "sum", RANKS),
-        "reduce_scatter",
-        1,
-        (2, 2),
-        RANKS,
-    ),
+    "functional reduction": (functional("reduce_scatter_tensor", "sum", RANKS), "reduce_scatter", 1, (2, 2), RANKS),
     "functional exchange": (functional("all_to_all_single", EVEN, EVEN), "all_to_all", 1, (8, 2), 1),
 }
 
@@ -107,31 +96,3 @@ def test_there_are_no_ranks_afterwards_and_none_beside_others() -> None:
         with pytest.raises(ConfigError, match="has ranks already"), simulated_mesh({"tp": 2}):
             pass
     assert not dist.is_initialized()
-
-
-class Attention(nn.Module):
-    """Attention over a sequence that ranks share, between two products."""
-
-    def __init__(self, group: Any) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-        self._group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.into(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)  # (3, batch, heads, chunk, width)
-        mine = ulysses_attention(nn.functional.scaled_dot_product_attention, *heads, group=self._group)
-        return self.out(mine.transpose(1, 2).flatten(2))
-
-
-def test_attention_over_ranks_is_simulated_with_its_exchanges() -> None:
-    with simulated_mesh({"dp_shard": 2, "cp": RANKS}) as mesh:
-        model = Attention(mesh.get_group("cp"))
-        setup = Setup(model, torch.optim.AdamW, lambda: torch.zeros(2, 16, 32), grid=Grid(shards=8))
-        program = simulate(setup, request_for(model)).program
-    noted = Counter(
-        program.jobs[item.index].collectives
-        for item in program.items[program.steps[-2] : program.steps[-1]]
-        if item.kind is WorkKind.SUBMIT and program.jobs[item.index].stream == OF_MODEL
-    )
-    # Queries, keys, values and the result, of 2 x 16 tokens in bf16 each, there and back.
-    assert noted == {(Collective("all_to_all", 2 * 16 * 32 * 2, RANKS, "cp", 1),): 8}

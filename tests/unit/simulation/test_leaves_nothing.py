@@ -13,51 +13,32 @@ from torch import Tensor, nn
 
 import penstock.planner
 from penstock.errors import ConfigError
+from tests.lib.engines import adamw, loss_of
+from tests.lib.models import batch_of, buffered
 
 
-class Stop(nn.Module):
-    """The identity, until it raises, in forward or in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.raises: dict[str, BaseException] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if "forward" in self.raises:
-            raise self.raises["forward"]
-        if "backward" in self.raises and x.requires_grad:
-            x.register_hook(self.stop)
-        return x
-
-    def stop(self, grad: Tensor) -> Tensor:
-        raise self.raises["backward"]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(3))
-        self.stop = Stop()
-        self.register_buffer("scale", torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            x = block(x) * self.scale[number]
-            if number == 1:
-                x = self.stop(x)
-        return x
-
-
-def trained() -> tuple[Net, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = Net()
-    model.blocks[0].eval()
-    model.blocks[2][0].bias.requires_grad_(False)
-    model.blocks[1].register_forward_hook(lambda module, args, out: out * 1.0)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    model(torch.ones(4, 16)).square().sum().backward()
+def trained() -> tuple[Any, torch.optim.Optimizer]:
+    model = buffered()
+    model.stages[0].eval()
+    model.head.bias.requires_grad_(False)
+    model.stages[1].register_forward_hook(lambda module, args, out: out * 1.0)
+    optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
+    loss_of(model).backward()
     optimizer.step()
     return model, optimizer
+
+
+def fail(module: nn.Module, when: str, error: BaseException) -> None:
+    """Have a module raise, in forward or in backward."""
+
+    def at_once(*_: Any) -> None:
+        raise error
+
+    def later(module: nn.Module, args: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(at_once)
+
+    module.register_forward_hook(at_once if when == "forward" else later)
 
 
 def of_the_process() -> dict[str, Any]:
@@ -80,18 +61,17 @@ def of_the_process() -> dict[str, Any]:
 
 def of_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    modules = dict(model.named_modules())
     hooks = [name for name in vars(model) if name.endswith("_hooks")]
+    groups = [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups]
     return {
-        "tensors": {name: (id(t), t._version, t.requires_grad, t.data_ptr()) for name, t in tensors.items()},
-        "values": {name: t.tolist() for name, t in tensors.items()},
-        "gradients": {name: None if t.grad is None else (id(t.grad), t.grad.tolist()) for name, t in tensors.items()},
-        "attributes": {name: list(vars(tensors[name])) for name in tensors},
-        "modules": {name: (type(m), m.training, sorted(vars(m))) for name, m in model.named_modules()},
-        "hooks": [(name, hook, list(getattr(m, hook))) for name, m in model.named_modules() for hook in hooks],
-        "state": [(id(p), {k: (id(v), v.tolist()) for k, v in s.items()}) for p, s in optimizer.state.items()],
-        "groups": [
-            {k: [id(p) for p in v] if k == "params" else v for k, v in g.items()} for g in optimizer.param_groups
-        ],
+        "tensors": {n: (id(t), t._version, t.requires_grad, t.data_ptr(), list(vars(t))) for n, t in tensors.items()},
+        "values": {n: t.tolist() for n, t in tensors.items()},
+        "gradients": {n: (id(t.grad), t.grad.tolist()) for n, t in tensors.items() if t.grad is not None},
+        "modules": {name: (type(m), m.training, sorted(vars(m))) for name, m in modules.items()},
+        "hooks": {name: [list(getattr(m, hook)) for hook in hooks] for name, m in modules.items()},
+        "states": [(id(p), {k: (id(v), v.tolist()) for k, v in s.items()}) for p, s in optimizer.state.items()],
+        "groups": groups,
         "hooks of the optimizer": [list(v) for k, v in vars(optimizer).items() if k.endswith("_hooks")],
     }
 
@@ -100,7 +80,7 @@ def planned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     penstock.planner.plan(
         model,
         optimizer,
-        lambda: torch.rand(4, 16),
+        lambda: batch_of(model),
         machine="rtx4090-desktop",
         placement=penstock.Placement(params="cpu", grads="cpu", optimizer="cpu"),
     )
@@ -128,7 +108,8 @@ def test_a_plan_leaves_everything_as_it_was(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model, optimizer = trained()
-    model.stop.raises = raises
+    for when, error in raises.items():
+        fail(model.stages[1], when, error)
     before = of_the_process(), of_the_model(model, optimizer)
     (raised,) = raises.values() or (None,)
     with contextlib.ExitStack() as stack:

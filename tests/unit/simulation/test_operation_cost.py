@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.planner.simulation.fake_operations import FakeOperations
 from penstock.planner.simulation.fake_tensor import fake_tensor
 from penstock.planner.simulation.model_copy import copy_model
-from penstock.planner.simulation.operation_cost import _FORMULAS, aten, touched_bytes
+from penstock.planner.simulation.operation_cost import _FORMULAS, aten
 from penstock.planner.simulation.program import Op
 
 F32 = 4
@@ -38,21 +38,13 @@ def test_a_product_says_all_of_itself() -> None:
 
 BYTES = {
     "read and written": (lambda x: x + 1, 2 * 64),
-    "two are read": (lambda x: x + x.t(), 3 * 64),
     "in place is both": (lambda x: x.mul_(2), 2 * 64),
     "filled is not read": (lambda x: x.fill_(2), 64),
-    "zeroed is not read": (lambda x: x.zero_(), 64),
     "copied into is not read": (lambda x: x.copy_(x.t()), 2 * 64),
     "expanded is read once": (lambda x: x[:1].expand(8, 8) + x, 8 + 2 * 64),
-    "a list": (lambda x: torch._foreach_add_([x[0], x[1]], 1), 2 * 8 + 8),
     "a scalar": (lambda x: x.sum(), 64 + 1),
-    "picked rows": (lambda x: x[torch.tensor([0, 1])], 2 * 16 + 2 * 2),
-    "a picked table": (lambda x: nn.functional.embedding(torch.tensor([3]), x), 2 * 8 + 2),
     "added at an index": (lambda x: x.index_add_(0, torch.tensor([1]), x[:1].clone()), 16 + 2 + 8 + 16),
     "made": (lambda x: torch.zeros(1 << 20, 2).shape, 1 << 21),
-    "made like": (lambda x: torch.zeros_like(x), 64),
-    "views": (lambda x: x.t()[1:].unsqueeze(0), 0),
-    "empty": (lambda x: torch.empty_like(x), 0),
 }
 
 
@@ -60,11 +52,6 @@ BYTES = {
 def test_bytes_are_those_that_are_touched(work, numbers: int) -> None:
     ops = [op for op in ops_of(work, h(8, 8)) if "lift" not in op.name]
     assert sum(op.nbytes for op in ops) == numbers * F32, ops
-
-
-def test_an_expanded_tensor_covers_what_it_expands() -> None:
-    assert touched_bytes(h(8, 1).expand(8, 100)) == 8 * F32
-    assert touched_bytes(h(0, 8)) == 0
 
 
 class Convolved(nn.Module):
@@ -86,28 +73,12 @@ def test_flops_are_those_of_torchs_counter() -> None:
     assert sum(op.flops for op in ops_of(lambda: model(x).sum().backward())) == counter.get_total_flops() > 0
 
 
-def test_attention_costs_what_its_products_cost() -> None:
-    query, key = h(2, 3, 16, 8).requires_grad_(), h(2, 3, 16, 8).requires_grad_()
-    ops = ops_of(lambda: nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True).sum().backward())
-    by_name = {op.name: op.flops for op in ops}
-    product = 2 * 2 * 3 * 16 * 16 * 8
-    assert by_name["aten._scaled_dot_product_flash_attention_for_cpu.default"] == 2 * product
-    assert by_name["aten._scaled_dot_product_flash_attention_for_cpu_backward.default"] == 5 * product
-
-
 def test_attention_with_grouped_queries_costs_what_its_heads_of_queries_cost() -> None:
     query, key, value = h(2, 8, 16, 64), h(2, 2, 12, 64), h(2, 2, 12, 32)
     packet, scores = aten._scaled_dot_product_flash_attention_for_cpu, 2 * 8 * 16 * 12
     assert _FORMULAS[packet](query, key, value, out_val=None) == 2 * scores * (64 + 32)
     backward = _FORMULAS[aten._scaled_dot_product_flash_attention_for_cpu_backward]
     assert backward(h(2, 8, 16, 32), query, key, value, out_val=None) == 2 * scores * (3 * 64 + 2 * 32)
-
-
-def test_groups_of_rows_cost_what_all_rows_cost() -> None:
-    rows, weights = h(24, 16).requires_grad_(), h(3, 16, 8).requires_grad_()
-    ends = torch.tensor([8, 12, 24], dtype=torch.int32)
-    ops = ops_of(lambda: nn.functional.grouped_mm(rows, weights, offs=ends).sum().backward())
-    assert [op.flops for op in ops if "grouped_mm" in op.name] == [2 * 24 * 16 * 8] * 3
 
 
 def test_equal_operations_are_one_kind_and_have_one_example() -> None:

@@ -1,5 +1,6 @@
 """Operations that run for real in a simulation: control flow that depends on values finds some."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -49,13 +50,9 @@ def test_what_is_performed_is_what_is_simulated(back_end: str) -> None:
     assert real.jobs == fake_tensor.jobs
     assert real.steps == fake_tensor.steps
 
-    def counted(program: Any) -> dict[tuple[str, int], int]:
-        found: dict[tuple[str, int], int] = {}
-        for segment in program.segments:
-            for number, count in segment:
-                op = program.ops[number]
-                found[op.name, op.flops] = found.get((op.name, op.flops), 0) + count
-        return found
+    def counted(program: Any) -> Counter[tuple[str, int]]:
+        ops = [(program.ops[number], count) for segment in program.segments for number, count in segment]
+        return sum((Counter({(op.name, op.flops): count}) for op, count in ops), Counter())
 
     assert counted(real) == counted(fake_tensor)
 

@@ -69,8 +69,6 @@ def inputs() -> Tensor:
 MEASURE = r"blocks.1.*penstock plan --measure"
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "if of values": (ends(lambda x: x if x.sum() > 0 else -x), MEASURE),
-    "item": (ends(lambda x: x * x.abs().max().item()), MEASURE),
-    "tolist": (ends(lambda x: x * x.sum().tolist()), MEASURE),
     "numpy": (ends(Pointer.apply), MEASURE),
     "broken": (
         ends(fails_with(KeyError("pixels\nof the picture"))),

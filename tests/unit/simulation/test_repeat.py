@@ -9,12 +9,11 @@ from torch import nn
 
 from penstock.config import Options, Placement, Tier
 from penstock.planner.machine import Machine
-from penstock.planner.plan_request import made, plan_request
 from penstock.planner.simulation import simulate as module
 from penstock.planner.simulation.program import Program, WorkKind
 from penstock.planner.simulation.repeat import Whole
-from penstock.planner.simulation.simulate import Setup, Simulation, simulate
-from tests.lib.planning import Net, Tellable, batch
+from penstock.planner.simulation.simulate import Simulation, simulate
+from tests.lib.planning import Net, Tellable, asked
 
 BLOCKS = 16
 ON_CPU = Placement(params="cpu", grads="cpu", optimizer="cpu")
@@ -56,14 +55,11 @@ def looked_at(
     monkeypatch: pytest.MonkeyPatch, model: Callable[[], nn.Module], placement: Placement, **given: Any
 ) -> tuple[Simulation, Simulation, bool]:
     """Simulate a shortened model, and the whole one; say whether the first one was enough."""
-    machine, recompute = Machine.read(given.pop("machine", "rtx4090-desktop")), given.pop("recompute", False)
-    count, ranks = given.pop("micro_batches", 1), given.pop("world_size", 1)
-    request = plan_request(
-        Setup(made(model), torch.optim.AdamW, batch, micro_batches=count, hosts=1),
-        machine=machine,
-        arguments={"options": NOTHING_AHEAD, "precision": "bf16", **given},
-        world_size=ranks,
-    )
+    recompute = given.pop("recompute", False)
+    sizes = {name: given.pop(name) for name in ("micro_batches", "world_size") if name in given}
+    machine = Machine.read(given.pop("machine", "rtx4090-desktop"))
+    arguments = {"options": NOTHING_AHEAD, "precision": "bf16", **given}
+    request = asked(model, machine=machine, arguments=arguments, **sizes)
     setup = module.replace(request.setup, recompute=recompute)
     prepared = request.request(placement, streamed=0.0)
     ran: list[Whole | None] = []

@@ -43,15 +43,7 @@ class Case:
 
 CASES = {
     # One capacity of a byte/s or two, and jobs that share it.
-    "two take twice as long": Case("threads", "upload 4; download 4", [(0, 8), (0, 8)], sharing(1)),
     "the last has all of it": Case("threads", "upload 2; download 6", [(0, 4), (0, 8)], sharing(1)),
-    "enough for both slows none": Case("threads", "upload 2; download 6", [(0, 2), (0, 6)], sharing(2)),
-    "another stream is as fast as alone": Case(
-        "threads", "upload 4; download 4; write 4", [(0, 8), (0, 8), (0, 4)], sharing(1)
-    ),
-    "a third each until one is over": Case(
-        "threads", "upload 1; download 2; update 2", [(0, 3), (0, 5), (0, 5)], sharing(1)
-    ),
     # Download has half of the link, so half a byte/s of memory's two: update has its one byte/s.
     "what one cannot use is left to others": Case(
         "threads",
@@ -66,60 +58,27 @@ CASES = {
         "threads", "update 4; compute 4", [(0, 8)], sharing(1, "update", "compute"), step_s=8
     ),
     # It starts its follower sooner, which shares a capacity with what compute waits for.
-    "a faster job": Case(
-        "threads",
-        "upload 4; download 6 after 0; update 4; wait 2; compute 20",
-        [(0, 2), (2, 10), (0, 6)],
-        sharing(1, "download", "update", upload=2),
-        step_s=26,
-    ),
-    "a slower one": Case(
-        "threads",
-        "upload 4; download 6 after 0; update 4; wait 2; compute 20",
-        [(0, 4), (4, 10), (0, 4)],
-        sharing(1, "download", "update", upload=1),
-        step_s=24,
-    ),
     # Threads
     "jobs of a stream follow each other": Case("threads", "upload 3; upload 4", [(0, 3), (3, 7)]),
-    "streams do not wait for each other": Case("threads", "upload 3; update 4", [(0, 3), (0, 4)]),
     "a job follows those that it names": Case(
         "threads", "upload 3; update 4 after 0; download 1 after 0 1", [(0, 3), (3, 7), (7, 8)]
     ),
     "a job that waits holds its stream": Case(
         "threads", "update 5; upload 1 after 0; upload 1", [(0, 5), (5, 6), (6, 7)]
     ),
-    "compute is the hosts own time": Case("threads", "compute 3; upload 1", [(3, 4)]),
     "waiting holds the host": Case(
         "threads", "upload 3; wait 0; compute 2; download 1", [(0, 3), (5, 6)], waits=[Wait(0, 0, 3)]
-    ),
-    "transfers of two disks go on together": Case(
-        "threads", "read 3 disk 0; read 3 disk 1; read 3 disk 0", [(0, 3), (0, 3), (3, 6)]
     ),
     "a transfer that waits holds those behind it": Case(
         "threads", "update 2; write 3 disk 0 after 0; write 3 disk 1", [(0, 2), (2, 5), (2, 5)]
     ),
-    "a lone step is all that it does": Case("threads", "upload 3; update 4 after 0", [(0, 3), (3, 7)], step_s=7),
     # An accelerator: compute does what it is given in order, and the host goes on
-    "the host goes on": Case("accelerator", "compute 5 one; compute 5 two; update 1", [(0, 1)], step_s=10),
     "a segment begins once the host has enqueued it": Case(
         "accelerator",
         "compute 1; compute 1",
         [],
         Rates(enqueue=3),
         turns=[(3, FORWARD), (4, NO_LABEL), (6, FORWARD), (7, NO_LABEL)],
-    ),
-    "compute that goes on with the same does not turn": Case(
-        "accelerator",
-        "compute 1 one; compute 1 one; compute 1 two",
-        [],
-        turns=[(0, Label("forward", "one")), (2, Label("forward", "two")), (3, NO_LABEL)],
-    ),
-    "a job of the device follows the compute before it": Case(
-        "accelerator", "compute 5; download 1; compute 5", [(5, 6)]
-    ),
-    "each submission takes the host its time": Case(
-        "accelerator", "update 1; read 1 disk 0", [(2, 3), (4, 5)], Rates(submit=2)
     ),
     "compute waits and the host does not": Case(
         "accelerator",
@@ -172,21 +131,16 @@ CASES = {
         [(4.5, 6.5), (7, 8), (7, 8)],
         Rates(wake=0.5),
     ),
-    "the host takes part in a collective": Case("accelerator", "meet 3; update 1", [(3, 4)]),
     # Nothing is asynchronous
     "a job runs in the thread that computes": Case(
         "inline", "update 3; compute 2", [(0, 3)], inline=[True], turns=[(3, FORWARD), (5, NO_LABEL)]
     ),
-    "a transfer goes on by itself": Case("inline", "read 3 disk 0; compute 2; wait 0", [(0, 3)], waits=[Wait(0, 2, 3)]),
     "what follows a transfer is for a thread": Case(
         "inline",
         "read 3 disk 0; update 2 after 0; update 2; compute 4",
         [(0, 3), (3, 5), (5, 7)],
         inline=[False] * 3,
         step_s=7,
-    ),
-    "a transfer of another disk is not held up": Case(
-        "inline", "read 3 disk 0; read 3 disk 0; read 3 disk 1", [(0, 3), (3, 6), (0, 3)]
     ),
     "a thread is through with a transfer that it has started": Case(
         "inline",
@@ -203,11 +157,7 @@ CASES = {
         inline=[False, False, True],
     ),
     "a collective is issued by its caller who waits": Case(
-        "inline",
-        "read 3 disk 0; collective 2 after 0",
-        [(0, 3), (3, 5)],
-        inline=[False, True],
-        waits=[Wait(0, 0, 3)],
+        "inline", "read 3 disk 0; collective 2 after 0", [(0, 3), (3, 5)], inline=[False, True], waits=[Wait(0, 0, 3)]
     ),
 }
 

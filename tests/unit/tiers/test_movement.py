@@ -40,31 +40,12 @@ def test_a_copy_waits_for(what: str, transfers: Transfers) -> None:
     assert values(target) == [1.0]
 
 
-def test_both_homes_know_of_a_copy(transfers: Transfers) -> None:
-    source, target, begin = storage(1.0), storage(2.0), HostEvent()
-    source.note_write(begin)
-    copied = transfers.copy(source, target, NO_LABEL)
-    assert target.written is copied
-    assert list(source.read.parts()) == list(copied.parts())
-    begin.run(lambda: None)
-    copied.synchronize()
-    assert source.read.done()
-    assert target.written.done()
-
-
 def test_a_write_is_after_all_reads_before_it(transfers: Transfers) -> None:
     """Nobody waits for those again: a device that is always behind would make a chain of them."""
     one, read = storage(1.0), HostEvent()
     one.note_read(read)
     one.note_write(HostEvent())
     assert one.read.done()
-
-
-def test_parts_of_a_home_and_the_whole_know_the_same(transfers: Transfers) -> None:
-    whole = storage(1.0)
-    part, written = whole.part(0, 128), HostEvent()
-    part.note_write(written)
-    assert whole.written is written
 
 
 def test_copies_that_repeat_make_no_chain(transfers: Transfers) -> None:

@@ -83,16 +83,6 @@ def test_files_are_as_large_as_what_was_planned(tmp_path: Path) -> None:
     assert not any(map(file_bytes, parents))
 
 
-def test_each_home_has_a_file_of_its_own_in_each_folder(tmp_path: Path) -> None:
-    parents = folders(tmp_path, 2)
-    made = tier(parents)
-    _allocations = made.reserve({"param": [segment(4, storage="param")], "optimizer": [segment(2, 3)]})
-    for parent in parents:
-        for storage, nbytes in (("optimizer", 3 * PAGE), ("param", 2 * PAGE)):
-            assert [path.stat().st_size for path in swap_files(parent, storage)] == [nbytes]
-    made.close()
-
-
 def test_a_home_that_leaves_gives_its_space_back(tmp_path: Path) -> None:
     made = tier([tmp_path])
     allocations = made.reserve({"param": [segment(1, storage="param")], "optimizer": [segment(2)]})

@@ -26,16 +26,10 @@ REPORT = LocationReport(
     ("question", "nbytes"),
     [
         ({}, 52200),
-        ({"kind": "param"}, 14000),
         ({"tier": "cpu"}, 48200),
         ({"tier": "gpu"}, 4000),
-        ({"unit": "blocks.0"}, 42000),
         ({"kind": "param", "tier": "cpu", "unit": "blocks.1"}, 6000),
-        ({"kind": "exp_avg"}, 12000),
         ({"kind": "optimizer"}, 24000),
-        ({"kind": "optimizer", "tier": "device"}, 0),
-        ({"kind": "gathered"}, 2000),
-        ({"kind": "staging"}, 200),
         ({"kind": "no such"}, 0),
     ],
 )

@@ -12,7 +12,7 @@ from penstock.errors import MemoryBudgetError, NvmeError
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.storage import CellPlan, MemorySegment, SegmentPlan
-from penstock.tiers.tier import Allocation, Store, TierMemory, bytes_on
+from penstock.tiers.tier import Allocation, Store, TierMemory
 from tests.accounts import cells
 
 CPU = torch.device("cpu")
@@ -33,15 +33,6 @@ PLANS = [
 ]
 
 
-def test_bytes_are_counted_before_anything_is_allocated() -> None:
-    cells = [cell for plan in PLANS for cell in plan.cells]
-    assert [cell.nbytes for cell in cells] == [600, 8000, 8000, 10, 40, 40]
-    assert [cell.taken_bytes for cell in cells] == [600, 8192, 8192, 4096, 4096, 4096]
-    assert bytes_on(PLANS, Tier.DEVICE) == 600
-    assert bytes_on(PLANS, Tier.CPU) == 2 * 8192 + 3 * 4096
-    assert bytes_on(PLANS, Tier.NVME) == 0
-
-
 def test_every_plan_becomes_cells_of_zeros_on_its_tier_in_order() -> None:
     store = Store([DeviceTier(CPU), HostTier(CPU)])
     reserved = store.reserve(PLANS)
@@ -57,22 +48,6 @@ def test_every_plan_becomes_cells_of_zeros_on_its_tier_in_order() -> None:
     assert not any(allocation.pinned for _, allocation, _ in store.table() if allocation)
     store.close()
     assert list(store.table()) == []
-
-
-def test_a_section_has_a_cell_for_each_kind() -> None:
-    plan = segment(
-        "optimizer", Tier.CPU, ("exp_avg", torch.uint8, 1), ("exp_avg_scale", torch.float32, 256), numel=1024
-    )
-    store = Store([DeviceTier(CPU), HostTier(CPU)])
-    made = store.reserve([plan]).make(plan)
-    assert [plan for plan, *_ in store.table()] == [made.plan] == [plan]
-    assert [made.tile_range(number) for number in range(made.tiles)] == [(0, 512), (512, 1024)]
-    for first, last, (codes, scales) in made.visit(256, 1024, modify=True):
-        assert (first, last, codes.numel(), scales.numel()) == (256, 1024, 768, 3)
-        scales.fill_(2.0)
-    ((_, _, (_, scales)),) = made.visit(0, 1024)
-    assert scales.tolist() == [0, 2, 2, 2]
-    store.close()
 
 
 class Watched(TierMemory):
