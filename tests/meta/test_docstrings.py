@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.meta.source import modules
+from tests.meta.source import modules, nodes_of, place
 
 #: The verbs that a docstring may begin with, in the imperative. Add yours; a word that is no verb does not belong here.
 _VERBS = """
@@ -38,14 +38,14 @@ watch weigh wipe withdraw work wrap write yield zero
 VERBS = frozenset(_VERBS.split())
 
 
-def documented(module: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef, str]]:
+def documented(module: str) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, str]]:
     """Give the functions of a module that have a docstring and do something when called: no properties, no dunders."""
-    for node in ast.walk(modules()[module]):
+    for node in nodes_of(module):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("__"):
             continue
         text = ast.get_docstring(node)
         if text and not any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
-            yield f"penstock.{module}, line {node.lineno}: {node.name}", node, text
+            yield node, text
 
 
 def begins_with_a_verb(node: ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> bool:
@@ -57,12 +57,10 @@ def begins_with_a_verb(node: ast.FunctionDef | ast.AsyncFunctionDef, text: str) 
     return first.rstrip(".,;").lower() in VERBS and first[:1].isupper() and second != "of"
 
 
-@pytest.mark.parametrize("module", modules())
-def test_docstrings_of_functions_begin_with_a_verb(module: str) -> None:
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    found = ((module, node, text) for module in modules() for node, text in documented(module))
     wrong = [
-        f"{where}: {text.splitlines()[0]}"
-        for where, node, text in documented(module)
-        if not begins_with_a_verb(node, text)
+        f"{place(m, node)}: {text.splitlines()[0]}" for m, node, text in found if not begins_with_a_verb(node, text)
     ]
     assert not wrong, "\n".join(wrong)
 
