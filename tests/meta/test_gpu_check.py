@@ -138,19 +138,29 @@ def test_a_part_that_cannot_start_says_why_and_one_without_time_is_skipped(
     assert (first.status, second.status) == ("skipped", "skipped")
 
 
-def test_the_check_runs_on_a_cpu(tmp_path: Path) -> None:
-    chosen = ["--parts", "movement", "--pytest=-k", "--pytest=waits_for_nothing or forgets_it"]
-    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--out", str(tmp_path), *chosen]
+def test_the_check_runs_on_a_cpu(
+    parts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two tests of its own: `tests/device/test_gpu_suite.py` runs the real ones."""
+    check = importlib.import_module("gpu_check")
+    assert [file for files in check.TESTS.values() for file in files if not (BENCHMARKS.parent / file).is_file()] == []
+    monkeypatch.setattr(parts, "end_on_signals", lambda: None)
+    monkeypatch.setattr(check, "TESTS", {"movement": [str(tmp_path / "test_two.py")]})
+    tests = "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('nothing is there')\ndef test_c(): 1 / 0\n"
+    (tmp_path / "test_two.py").write_text(tests)
     limits = ["--budget-seconds", "3000", "--item-seconds", "300"]
-    done = subprocess.run([*command, *limits], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr(
+        "sys.argv",
+        ["gpu_check.py", "--out", str(tmp_path), "--parts", "movement", *limits, "--pytest=-k", "--pytest=not test_c"],
+    )
+    assert check.main() == 0
     report = json.loads((tmp_path / "gpu_check-cpu.json").read_text())
     assert report["machine"]["cores"] >= 1
-    (transfers,) = report["parts"]
-    assert transfers["status"] == "done"
-    assert sorted(row["status"] for row in transfers["rows"]) == ["passed", "skipped"]
-    assert "nothing is registered for this device" in transfers["rows"][-1]["reason"]
-    assert "movement" in done.stdout.splitlines()[-2]
+    (movement,) = report["parts"]
+    assert movement["status"] == "done"
+    assert [row["status"] for row in movement["rows"]] == ["passed", "skipped"]
+    assert "nothing is there" in movement["rows"][1]["reason"]
+    assert "movement" in capsys.readouterr().out.splitlines()[-2]
 
 
 def test_the_rows_of_pinned_memory_run_on_a_cpu(
