@@ -61,7 +61,7 @@ def test_ranks_of_each_attempt_meet_in_a_store_without_what_earlier_ones_have_le
             meets = [threads.submit(group._meet, rank, 3, 600.0) for rank in (2, 1)]
             time.sleep(0.05)
             meets.append(threads.submit(group._meet, 0, 3, 600.0))
-            stores = [meet.result(timeout=10) for meet in meets]
+            stores = [meet.result() for meet in meets]
         assert not stores[0].check(["address"]), attempt
         stores[0].set("address", f"of attempt {attempt}")
         assert [store.get("address").decode() for store in stores] == [f"of attempt {attempt}"] * 3

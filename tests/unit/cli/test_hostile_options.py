@@ -173,20 +173,6 @@ def test_one_line_and_no_traceback(
     assert not list(surroundings.glob("**/report.html"))
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
-@pytest.mark.parametrize("value", ["", "x", "-1", "1.5", HUGE, "3"])
-def test_a_launcher_that_says_nonsense(
-    penstock_command: Callable[..., Any], surroundings: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    if name == "LOCAL_RANK" or (name, value) == ("WORLD_SIZE", "3"):
-        pytest.skip("read with a device only, or what launchers say")
-    monkeypatch.setenv(name, value)
-    outcome = penstock_command("export", "checkpoint", "out")
-    assert outcome.exit_code == 2
-    assert f"The launcher's {name}=" in outcome.err
-    assert outcome.err.count("\n") == 1
-
-
 def test_a_path_of_any_bytes_can_be_printed(penstock_command: Callable[..., Any], surroundings: Path) -> None:
     shutil.copytree(surroundings / "checkpoint", surroundings / "bad-\udcff")
     outcome = penstock_command("inspect", "bad-\udcff")
