@@ -10,22 +10,9 @@ import torch
 import penstock
 
 NAMES = [
-    "EMA",
-    "CheckpointError",
-    "ConfigError",
-    "EngineError",
-    "Location",
-    "LocationReport",
-    "MemoryBudgetError",
-    "NvmeError",
-    "Optimizer",
-    "Options",
-    "PenstockError",
-    "Placement",
-    "StepResult",
-    "elementwise",
-    "export",
-    "prepare",
+    *("EMA", "CheckpointError", "ConfigError", "EngineError", "Location", "LocationReport", "MemoryBudgetError"),
+    *("NvmeError", "Optimizer", "Options", "PenstockError", "Placement", "StepResult"),
+    *("elementwise", "export", "prepare"),
 ]
 
 PREPARE = (
@@ -63,11 +50,8 @@ REPORT = {
 }
 FIELDS = {
     "Placement": {
-        "params": "device",
-        "grads": "device",
-        "optimizer": "device",
-        "activations": None,
-        "nvme_path": None,
+        **dict.fromkeys(("params", "grads", "optimizer"), "device"),
+        **dict.fromkeys(("activations", "nvme_path")),
     },
     "Options": {
         "prefetch_bytes": 1 << 30,

@@ -7,6 +7,7 @@ says why.
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -56,167 +57,9 @@ NATIVE = (2321, 16)
 #: Rows of the table of words in `docs/design.md`.
 WORDS = 32
 
-#: Private names of torch, by why they are used. All were read in torch 2.11 and 2.13.
-TORCH: dict[str, dict[str, tuple[str, ...]]] = {
-    "torch": {
-        "tells the compiler which sizes divide": ("_check",),
-        "one launch for many copies": ("_foreach_copy_",),
-        "one launch for many norms; the call of torch's clipping, which gets the norms of handles": ("_foreach_norm",),
-    },
-    "torch.ops.aten": {
-        "torch's clipping calls it on handles": ("_foreach_div_", "_foreach_mul_", "_foreach_norm"),
-        "zero_grad(set_to_none=False) calls it on handles": ("_foreach_zero_",),
-        "the simulation meets it in attention": (
-            "_fused_sdp_choice",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention_for_cpu_backward",
-        ),
-        "the simulation meets it in experts": ("_grouped_mm",),
-        "the simulation meets it in indexed writes": ("_index_put_impl_",),
-        "the simulation meets it in item()": ("_local_scalar_dense",),
-        "the simulation meets it in casts": ("_to_copy",),
-        "the simulation meets it in indexing": ("_unsafe_index",),
-        "the simulation meets it in products of matrices": ("_unsafe_view",),
-    },
-    "torch.Tensor": {
-        "a hook is put before those that a tensor has": ("_backward_hooks",),
-        "a view is told from its base": ("_base",),
-        "makes the handles in .grad, which have no memory": ("_make_wrapper_subclass",),
-        "bytes of a sparse tensor": ("_nnz",),
-        "a user's hooks on parameters are seen": ("_post_accumulate_grad_hooks",),
-        "what changed after it was saved is refused, with autograd's own count": ("_version",),
-    },
-    "torch.UntypedStorage": {
-        "the identity of memory: data_ptr() is 0 where it was given back": ("_cdata",),
-    },
-    "torch.nn.Module": {
-        "to(), half() and cuda() of a prepared model are refused, or move what is not ours": ("_apply",),
-        "buffers are exchanged by name": ("_buffers",),
-        "ours runs behind a user's; copies lose ours": ("_forward_hooks",),
-        "ours runs before a user's; copies lose ours": ("_forward_pre_hooks",),
-        "whether a module has parts, without the cost of children()": ("_modules",),
-        "which buffers a checkpoint has": ("_non_persistent_buffers_set",),
-        "parameters are exchanged by name, and read without the cost of parameters()": ("_parameters",),
-        "DataParallel of a prepared model is refused": ("_replicate_for_data_parallel",),
-        "the initialisation of MultiheadAttention and Transformer": ("_reset_parameters",),
-        "one module's entries of a state_dict": ("_save_to_state_dict",),
-        "DistributedDataParallel of a prepared model is refused": ("_ddp_params_and_buffers_to_ignore",),
-    },
-    "torch.nn.RNNBase": {
-        "exchanges of parameters refuse those that it refers to": ("_flat_weight_refs",),
-        "they are referred to again": ("_flat_weights",),
-    },
-    "torch.nn.modules.conv": {
-        "convolutions of every dimension": ("_ConvNd",),
-    },
-    "torch.nn.utils.stateless": {
-        "its frame tells that parameters are others for this call": ("_functional_call",),
-    },
-    "torch.optim.Optimizer": {
-        "schedulers look there for a step before theirs": ("_opt_called",),
-        "hooks that a user registers on our handle are the optimizer's": (
-            "_optimizer_step_post_hooks",
-            "_optimizer_step_pre_hooks",
-        ),
-        "schedulers that look for it do not wrap our refusal": ("_wrapped_by_lr_sched",),
-    },
-    "torch.autograd.Variable": {
-        "a callback when a backward ends": ("_execution_engine",),
-    },
-    "torch._C": {
-        "function modes are off on our side": ("DisableTorchFunction",),
-        "released parameters are asked as plain tensors": ("DisableTorchFunctionSubclass",),
-        "what notes that a tensor is a view": ("DispatchKey", "DispatchKeySet"),
-        "autocast is off on our side": ("_DisableAutocast", "_is_any_autocast_enabled"),
-        "levels of torch.func are off on our side": ("_DisableFuncTorch",),
-        "fake tensors are made below every mode": ("_DisableTorchDispatch",),
-        "fake tensors are no views of their addresses": ("_ExcludeDispatchKeyGuard",),
-        "inference mode is off on our side, without the cost of the public class": ("_InferenceMode",),
-        "whether torch propagates shapes just now": ("_TorchDispatchModeKey", "_get_dispatch_mode"),
-        "which node runs: AccumulateGrad, or a reentrant checkpoint": ("_current_autograd_node",),
-        "whether this thread is inside a backward": ("_current_graph_task_id",),
-        "handles take no detour over __torch_function__": ("_disabled_torch_function_impl",),
-        "whether an operator is made of others": ("_dispatch_has_kernel_for_dispatch_key",),
-        "a user's dispatch modes are off on our side": (
-            "_get_dispatch_stack_at",
-            "_len_torch_dispatch_stack",
-            "_pop_torch_dispatch_stack",
-            "_push_on_torch_dispatch_stack",
-        ),
-        "gradients are off on our side, without the cost of the public class": ("_set_grad_enabled",),
-        "whether autograd or a user keeps views of a buffer": ("_storage_Use_Count",),
-    },
-    "torch._C._autograd": {
-        "threads of gloo would take the interpreter's lock for each hook": (
-            "_pop_saved_tensors_default_hooks",
-            "_push_saved_tensors_default_hooks",
-        ),
-        "torch.func allows no hooks of saved tensors": ("_saved_tensors_hooks_is_enabled",),
-        "whether hooks of saved tensors are set, and whose": ("_top_saved_tensors_default_hooks",),
-    },
-    "torch._C._distributed_c10d": {
-        "what a collective of the simulation returns": ("FakeWork",),
-    },
-    "torch._C._functorch": {
-        "transforms that differentiate are refused": ("TransformType", "get_interpreter_stack"),
-        "the graph of a wrapped gradient cannot be followed": ("is_functorch_wrapped_tensor",),
-        "levels of torch.func are off on our side": ("peek_interpreter_stack",),
-    },
-    "torch._dynamo": {
-        "floats of the code are constants": ("config.patch",),
-        "the limit, for the text of an error": ("config.recompile_limit",),
-        "hooks are traced into their callers, and never compiled alone": ("eval_frame.skip_code",),
-    },
-    "torch._inductor": {
-        "whether it has the options that keep the host's rounding": ("config",),
-        "its import registers the fused multiply-add": ("inductor_prims",),
-    },
-    "torch._subclasses.fake_tensor": {
-        "shapes that depend on values": ("DataDependentOutputException", "DynamicOutputShapeException"),
-        "torch tells the shapes of what an operator makes": ("FakeTensorMode",),
-    },
-    "torch._ops.OpOverload": {
-        "operators are looked up without their overload": ("_overloadpacket",),
-        "which arguments an operator writes": ("_schema",),
-    },
-    "torch._dynamo.eval_frame.OptimizedModule": {
-        "the module that torch.compile has wrapped": ("_orig_mod",),
-    },
-    "torch.fx.experimental": {
-        "equal sizes are no reason to compile again": ("_config",),
-    },
-    "torch.distributed.distributed_c10d": {
-        "ranks meet there before they have a group of ours": ("_get_default_store",),
-        "a group of some ranks, that others need not take part in": ("_new_process_group_helper",),
-        "the group of a functional collective": ("_resolve_process_group",),
-        "groups are listed there": ("_world",),
-    },
-    "torch.distributed.ProcessGroupGloo": {
-        "connections are made when they are first used": ("_Options",),
-        "of those options": ("_devices", "_threads", "_timeout"),
-    },
-    "torch.distributed.tensor.DTensor": {
-        "its memory is exchanged in place": ("_local_tensor",),
-        "its mesh, placements and whole shape": ("_spec",),
-    },
-    "torch.distributed.tensor._dtensor_spec": {
-        "a parameter of other local elements": ("DTensorSpec", "TensorMeta"),
-    },
-    "torch.testing._internal.distributed.fake_pg": {
-        "process groups of ranks that are not there": ("FakeStore",),
-    },
-    "torch.utils._python_dispatch": {
-        "the documented way to see every operator": ("TorchDispatchMode",),
-        "torch's own modes stay below ours": ("TorchDispatchMode._mode_key",),
-        "what the simulation does for itself is not seen by it": ("_disable_current_modes",),
-        "a value that wraps others is no plain tensor": ("is_traceable_wrapper_subclass",),
-    },
-    "torch.utils._pytree": {
-        "names of what is nested in a batch": ("MappingKey", "tree_flatten_with_path"),
-        "nested arguments": ("tree_iter", "tree_leaves", "tree_map"),
-    },
-}
-ROWS = frozenset(f"{owner}.{name}" for owner, uses in TORCH.items() for names in uses.values() for name in names)
+#: Private names of torch that may be used: each says why, and the file which versions of torch it was read in.
+TORCH = tomllib.loads(Path(__file__).with_name("private_names.toml").read_text())
+ROWS = frozenset(f"{owner}.{name}" for owner, names in TORCH.items() for name in names)
 IN_TABLE = frozenset(row.rpartition(".")[2] for row in ROWS)
 #: Private names of Python, and of the libraries that penstock.integrations lists.
 OF_PYTHON = frozenset(f"?.{name}" for name in ("_DummyThread", "_asdict", "_exit", "_getframe", "_value_"))
@@ -426,11 +269,15 @@ def test_private_names_of_torch_are_in_the_table() -> None:
     known = OF_OTHERS | {name for name in used() if rows_of(name)}
     known |= {name for name in used() if any(row.startswith(f"{name}.") for row in ROWS)}  # on the way to one
     missing = {name: where for name, where in used().items() if name not in known}
-    assert missing == {}, "take a public name, or add one to TORCH: why, read in the oldest and the newest torch"
+    assert missing == {}, (
+        "take a public name, or add one to private_names.toml: why, read in the oldest and the newest torch"
+    )
 
 
 def test_every_row_of_private_names_is_used() -> None:
-    assert ROWS - {row for name in used() for row in rows_of(name)} == set(), "take these rows out of TORCH"
+    assert ROWS - {row for name in used() for row in rows_of(name)} == set(), (
+        "take these rows out of private_names.toml"
+    )
     assert OF_PYTHON - used().keys() == set(), "take these names out of OF_PYTHON"
 
 
