@@ -43,11 +43,7 @@ OPTIMIZER = {
     "record": "(self, folder, *, begin=0, config=None)",
     "close": "(self, *, keep_params=True)",
 }
-REPORT = {
-    "bytes": "(self, *, kind=None, tier=None, unit=None)",
-    "assert_on": "(self, kind, tier)",
-    "to_dict": "(self)",
-}
+REPORT = {"bytes": "(self, *, kind=None, tier=None, unit=None)", "assert_on": "(self, kind, tier)", "to_dict": "(self)"}
 FIELDS = {
     "Placement": {
         **dict.fromkeys(("params", "grads", "optimizer"), "device"),

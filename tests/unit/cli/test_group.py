@@ -38,9 +38,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     """The store of a launcher, which lasts for all attempts of a job."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     monkeypatch.setattr(
-        dist.distributed_c10d,
-        "rendezvous",
-        lambda _, rank, world_size, **__: iter([(store.clone(), rank, world_size)]),
+        dist.distributed_c10d, "rendezvous", lambda _, rank, world_size, **__: iter([(store.clone(), rank, world_size)])
     )
     return store
 

@@ -149,10 +149,7 @@ def test_every_option_reaches_the_planner(command: Command, asked: list[dict[str
     ],
 )
 def test_a_home_that_is_named_is_looked_at_beside_the_homes_of_a_run(
-    command: Command,
-    asked: list[dict[str, Any]],
-    words: list[str],
-    placement: Any,
+    command: Command, asked: list[dict[str, Any]], words: list[str], placement: Any
 ) -> None:
     outcome = command(*words)
     assert outcome.exit_code == 0, outcome.err
@@ -224,11 +221,7 @@ def test_logits_are_whole_where_the_class_is_not_known_or_they_are_asked_for(
     ("asked_for", "told", "can"), [("auto", False, True), ("on", True, True), ("off", False, False)]
 )
 def test_recompute_is_the_planners_unless_it_is_said(
-    command: Command,
-    asked: list[dict[str, Any]],
-    asked_for: str,
-    told: bool,
-    can: bool,
+    command: Command, asked: list[dict[str, Any]], asked_for: str, told: bool, can: bool
 ) -> None:
     outcome = command("--recompute", asked_for, "--json")
     model = asked[0]["model"]
@@ -251,12 +244,7 @@ def test_recompute_is_the_planners_unless_it_is_said(
     ],
 )
 def test_what_does_not_fit_or_is_too_slow_ends_with_status_1(
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: Any,
-    words: list[str],
-    status: int,
-    said: str,
+    command: Command, monkeypatch: pytest.MonkeyPatch, changes: Any, words: list[str], status: int, said: str
 ) -> None:
     monkeypatch.setattr(planning, "plan", lambda *rest, **named: desktop(**changes))
     outcome = command(*words)
@@ -371,11 +359,7 @@ def test_two_plans_are_compared_without_a_model(penstock_command: Command, tmp_p
     ],
 )
 def test_what_is_wrong_is_one_line_before_a_model_is_built(
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    asked: list[dict[str, Any]],
-    words: list[str],
-    said: str,
+    command: Command, monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]], words: list[str], said: str
 ) -> None:
     monkeypatch.setattr(planning, "build_sketch", lambda *rest, **named: pytest.fail("a model was built"))
     outcome = command(*words)
