@@ -5,7 +5,8 @@ import shlex
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -86,17 +87,29 @@ def check_train(words: tuple[str, ...]) -> None:
         parse(typed)
 
 
+def parse_torchrun(words: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Parse as torchrun does; return its options, and the words that are not its own.
+
+    The pages name `--shutdown-timeout`, which torch has from 2.13 on, and say so: a release before is asked without.
+    """
+    parser = get_args_parser()
+    if "--shutdown-timeout" not in parser.format_help():
+        words = re.sub(r"--shutdown-timeout[ =]\S+", "", " ".join(words)).split()
+    known, rest = parser.parse_known_args(words)
+    return known, rest
+
+
 def check_torchrun(words: tuple[str, ...]) -> None:
     """Read a torchrun with torch's own parser, and what it starts with ours."""
     typed = [word for word in words if word != LEFT_OUT]
     if "penstock" not in typed:
-        known, rest = get_args_parser().parse_known_args(typed)
+        known, rest = parse_torchrun(typed)
         assert known.training_script.endswith(".py"), typed
         assert not rest
         return
     ours = typed.index("penstock")
     assert typed[ours - 1] == "-m", typed
-    known, rest = get_args_parser().parse_known_args([*typed[: ours + 1]])
+    known, rest = parse_torchrun([*typed[: ours + 1]])
     assert (known.module, known.training_script, rest) == (True, "penstock", []), typed
     check_penstock(words[words.index("penstock") + 1 :])
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.run import get_args_parser
+
+from tests.docs.commands import parse_torchrun
 
 PAGE = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
 
@@ -38,25 +39,14 @@ def commands() -> list[list[str]]:
     return found
 
 
-def without(words: list[str], option: str) -> list[str]:
-    """Leave an option out, with its value."""
-    text = re.sub(rf"{option}[ =]\S+", "", " ".join(words))
-    return text.split()
-
-
 def test_every_torchrun_of_the_page_has_real_options() -> None:
     arguments = pytest.importorskip("penstock.train.arguments")
-    parser = get_args_parser()
     known = {*arguments.make_parser()._option_string_actions}
     assert len(commands()) == 5
     for words in commands():
         ours = words.index("penstock")
         assert words[ours - 1 : ours + 2] == ["-m", "penstock", "train"]
-        # By torch's own parser, which takes what follows the module as the module's.
-        words_of_torch = words[: ours - 1]
-        if "--shutdown-timeout" not in parser.format_help():  # before torch 2.13
-            words_of_torch = without(words_of_torch, "--shutdown-timeout")
-        args, rest = parser.parse_known_args([*words_of_torch, "-m", "penstock"])
+        args, rest = parse_torchrun(words[: ours + 1])
         assert (args.module, args.training_script, rest) == (True, "penstock", [])
         assert args.max_restarts == 10
         options = {word.partition("=")[0] for word in words[ours + 2 :] if word.startswith("--")}

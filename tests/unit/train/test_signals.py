@@ -15,6 +15,8 @@ from penstock.train.signals import Ended, Interruption, command_to_go_on
 
 
 def ended_by(number: int) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:  # below nohup, whose SIGHUP a run goes on ignoring
+        signal.signal(number, signal.SIG_DFL)
     with Interruption():
         os.kill(os.getpid(), number)
         signal.pause()
