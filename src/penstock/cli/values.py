@@ -147,6 +147,9 @@ def check_target(option: str, path: Path) -> None:
             why = "it is no file"
         elif not (folder.is_dir() and os.access(path if is_file else folder, os.W_OK)):
             why = "its folder is none, or not writable"
+        elif not is_file:  # a file system may refuse what its folder's mode allows, as /proc does to root
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
+            path.unlink(missing_ok=True)  # other ranks look, too
     except OSError as error:  # a name that is too long
         why = error.strerror or "it is no path"
     if why:

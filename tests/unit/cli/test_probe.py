@@ -68,7 +68,7 @@ def test_json_is_what_the_file_has(penstock_command: Callable[..., Any], measure
     assert json.loads(outcome.out) == json.loads((tmp_path / "machine.json").read_text())
 
 
-def test_nothing_else_is_overwritten_and_nothing_measured(
+def test_what_cannot_be_written_is_refused_and_nothing_measured(
     penstock_command: Callable[..., Any], measured: list[Any], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.json").write_text('{"mine": 1}')
@@ -76,7 +76,7 @@ def test_nothing_else_is_overwritten_and_nothing_measured(
     said = "--out mine.json is there, and no machine's file. Name another file."
     assert (outcome.exit_code, outcome.err) == (2, f"penstock: error: {said}\n")
     assert (tmp_path / "mine.json").read_text() == '{"mine": 1}'
-    for out in ("none/machine.json", "x" * 300, "mine.json/below"):
+    for out in ("none/machine.json", "x" * 300, "mine.json/below", "/proc/x"):
         assert penstock_command("probe", "--out", out).exit_code == 2
     assert measured == []
 
