@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -14,22 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-TINY = [
-    "--shape",
-    "tiny",
-    "--batch",
-    "1,2",
-    "--sequence",
-    "32",
-    "--warmup",
-    "1",
-    "--rounds",
-    "2",
-    "--steps",
-    "1",
-    "--threads",
-    "1",
-]
+TINY = "--shape tiny --batch 1,2 --sequence 32 --warmup 1 --rounds 2 --steps 1 --threads 1"
 
 
 @pytest.fixture
@@ -75,25 +58,37 @@ def test_a_profile_counts_what_runs_at_once_once(kit: ModuleType) -> None:
     }
 
 
-def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path: Path) -> None:
-    names, out = ["plain", "penstock-optimizer-nvme"], tmp_path / "report.json"
-    command = [sys.executable, str(BENCHMARKS / "gpu" / "run.py"), *TINY, "--contenders", ",".join(names)]
-    command.append("--chunked-loss")
-    folder = tmp_path / "nvme"
+def test_the_command_writes_a_report_that_can_be_drawn_whoever_fails(
+    kit: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    known = kit.contenders(batch=1, sequence=32, folder=str(tmp_path / "nvme"), max_grad_norm=1.0)
+    rows = {
+        "broken": kit.Contender("plain", {"no_such_argument": 1}),
+        "absent": kit.Contender("plain", needs="no_such_module.inside"),
+        **{name: known[name] for name in ("plain", "penstock-optimizer-nvme")},
+    }
+    monkeypatch.setattr(kit, "contenders", lambda **_: rows)
+    out, folder = tmp_path / "report.json", tmp_path / "nvme"
     folder.mkdir()
-    done = subprocess.run(
-        [*command, "--peak-flops", "1e12", "--folder", str(folder), "--out", str(out)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    words = [*TINY.split(), "--contenders", ",".join(rows), "--chunked-loss", "--peak-flops", "1e12"]
+    monkeypatch.setattr("sys.argv", ["run.py", *words, "--folder", str(folder), "--out", str(out)])
+    monkeypatch.setattr(kit.parts, "end_on_signals", lambda: None)
+    kit.main()
     assert list(folder.iterdir()) == []
     report = json.loads(out.read_text())
     assert report["machine"]["cores"] >= 1
     assert report["versions"]["torch"]
     assert report["settings"]["chunked_loss"] == "True"
-    assert [(row["name"], row["batch"]) for row in report["rows"]] == [(name, n) for name in names for n in (1, 2)]
-    assert report["machine"]["source"] == importlib.import_module("parts").source()
-    plain, _, ours, of_two = report["rows"]
-    for row in report["rows"]:
+    assert [(row["name"], row["batch"]) for row in report["rows"]] == [(name, n) for name in rows for n in (1, 2)]
+    assert report["machine"]["source"] == kit.parts.source()
+    broken, _, absent, _, plain, _, ours, of_two = report["rows"]
+    assert broken["status"] == "failed"
+    assert "no_such_argument" in broken["reason"]
+    assert absent["status"] == "skipped"
+    assert "no_such_module" in absent["reason"]
+    figures = [figure for figure in kit.RATES if figure not in ("batch", "sequence")]
+    assert all(row.get(figure) is None for row in (broken, absent) for figure in figures)
+    for row in report["rows"][4:]:
         assert row["status"] == "measured", row["reason"]
         assert set(kit.RATES) <= row.keys()
         assert len(row["losses"]) == len(row["round_step_ms"]) == 2
@@ -111,40 +106,21 @@ def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path
     assert (plain["differs"], ours["differs"], ours["losses_beside"]) == (None, False, "plain")
     assert ours["targets"] == [], "few tokens a step: no target speaks of them"
 
+    draw = importlib.import_module("draw")
+    report["rows"] = report["rows"][4:]
     for case, drawn in (("step", "rect"), ("curves", "polyline")):
         (tmp_path / f"{case}.json").write_text(json.dumps(report | {"case": case}))
-        command = [sys.executable, str(BENCHMARKS / "gpu" / "draw.py"), str(tmp_path / f"{case}.json")]
-        done = subprocess.run([*command, "--plots", str(tmp_path)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        drawn_rows = [line.split(" | ")[0][2:] for line in done.stdout.splitlines() if line.startswith("| p")]
-        assert drawn_rows == [name for name in names for _ in (1, 2)]
+        monkeypatch.setattr("sys.argv", ["draw.py", str(tmp_path / f"{case}.json"), "--plots", str(tmp_path)])
+        capsys.readouterr()
+        draw.main()
+        lines = capsys.readouterr().out.splitlines()
+        drawn_rows = [line.split(" | ")[0][2:] for line in lines if line.startswith("| p")]
+        assert drawn_rows == [name for name in ("plain", "penstock-optimizer-nvme") for _ in (1, 2)]
         root = ElementTree.parse(tmp_path / f"{case}.svg").getroot()
         found = [element.tag.rpartition("}")[2] for element in root]
-        head, *rows = (line for line in done.stdout.splitlines() if line.startswith("|") and "---" not in line)
-        assert {row.count("|") for row in rows} == {head.count("|")}
-        assert found.count(drawn) == 2 * len(names) + (drawn == "rect"), "one for each, and the ground"
-
-
-def test_one_that_fails_is_a_row_and_the_next_one_runs(
-    kit: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    rows = {
-        "broken": kit.Contender("plain", {"no_such_argument": 1}),
-        "absent": kit.Contender("plain", needs="no_such_module.inside"),
-        "plain": kit.Contender("plain"),
-    }
-    monkeypatch.setattr(kit, "contenders", lambda **_: rows)
-    arguments = kit.parse([*TINY, "--batch", "1", "--folder", str(tmp_path), "--contenders", ",".join(rows)])
-    given = {key: getattr(arguments, key) for key in ("shape", "sequence", "warmup", "rounds", "steps")}
-    found = list(kit.run_case(kit.replace(kit.CASES["step"], **given), arguments))
-    broken, absent, plain = found
-    assert broken["status"] == "failed"
-    assert "no_such_argument" in broken["reason"]
-    assert absent["status"] == "skipped"
-    assert "no_such_module" in absent["reason"]
-    given = {"batch", "sequence"}
-    assert all(broken[figure] is None and absent[figure] is None for figure in kit.RATES if figure not in given)
-    assert plain["status"] == "measured"
+        head, *cells = (line for line in lines if line.startswith("|") and "---" not in line)
+        assert {row.count("|") for row in cells} == {head.count("|")}
+        assert found.count(drawn) == 4 + (drawn == "rect"), "one for each, and the ground"
 
 
 def test_a_compilation_that_was_ended_holds_nobody_up(

@@ -39,7 +39,7 @@ TO_DO = "Lower the budget if the house got smaller; to grow needs a reason in th
 PACKAGES = {
     "(top)": (3100, 20),
     "checkpoint": (2079, 10),
-    "cli": (1933, 20),
+    "cli": (1936, 20),
     "doctor": (214, 1),
     "engine": (6833, 29),
     "ext": (2879, 13),
