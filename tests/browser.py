@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 #: Elements that plotly makes for points, lines, areas and bars.
 MARKS = ("point", "js-line", "js-fill")
 
@@ -64,12 +65,11 @@ class Drawn(HTMLParser):
 
 def open_page(page: Path, profile: Path) -> Drawn:
     """Open a file in a browser without a window, and read what has become of it."""
-    browser = next(filter(None, map(shutil.which, NAMES)), None)
-    if browser is None:
+    if BROWSER is None:
         pytest.skip("no chromium is installed")
     done = subprocess.run(
         [
-            *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
             *("--disable-extensions", "--no-first-run", f"--user-data-dir={profile}"),
             *("--window-size=1280,900", "--virtual-time-budget=3000", "--enable-logging=stderr", "--dump-dom"),
             page.resolve().as_uri(),

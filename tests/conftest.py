@@ -10,6 +10,9 @@ import pytest
 
 from tests.costs import MEASURED, Meter, runs_integrations
 
+# Before torch is imported: tests run beside each other, and threads of one operation would spin for each other's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 try:
     from hypothesis import settings
 except ImportError:  # a machine with a device may lack it, and the tests for it do not need it

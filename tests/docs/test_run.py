@@ -33,14 +33,18 @@ def commands(page: str) -> list[Command]:
     return [command for command in found if command.program in ("penstock", "torchrun")]
 
 
-def expensive(command: Command) -> bool:
-    """Whether it starts processes, or trains on all of Python's standard library."""
-    words = command.words
-    return words[0] == "torchrun" or words[1] == "launch" or (words[1] == "train" and "--model" not in words)
+def several(command: Command) -> bool:
+    """Whether it starts processes."""
+    return command.words[0] == "torchrun" or command.words[1] == "launch"
+
+
+def of_any_length(command: Command) -> bool:
+    """Whether it trains on all of Python's standard library, as a shorter one does in the tests of runs."""
+    return command.words[1] == "train" and "--model" not in command.words
 
 
 #: One of each program.
-EXPENSIVE = {each.program: each for page in PAGES for each in commands(page) if expensive(each)}
+SEVERAL = {each.program: each for page in PAGES for each in commands(page) if several(each)}
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_what_the_page_types_works(
 ) -> None:
     from penstock.cli import main
 
-    run = [command for command in commands(page) if not expensive(command)]
+    run = [command for command in commands(page) if not several(command) and not of_any_length(command)]
     assert len(run) >= 4
     for command in run:
         monkeypatch.setattr("sys.argv", list(command.words))
@@ -78,14 +82,33 @@ def test_what_the_page_types_works(
     assert list((folder / "runs").glob("*/model.safetensors"))
 
 
-@pytest.mark.parametrize("command", list(EXPENSIVE.values()), ids=str)
-def test_what_takes_longer_works_too(command: Command, folder: Path) -> None:
+def typed_on_rank(rank: int, words: list[str], folder: Path) -> object:
+    """What a process of a launcher does: the command, to its end."""
+    from penstock.cli import main
+
+    os.chdir(folder)
+    sys.argv = words
+    try:
+        main()
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize("command", list(SEVERAL.values()), ids=str)
+def test_what_several_processes_do_works_too(command: Command, folder: Path) -> None:
+    """In two ranks, which are forked: that torchrun, and launch, start them, others look at."""
+    from tests.train.runs import run_ranks
+
     if "launch" in command.words:
         pytest.importorskip("accelerate")
-    module = "torch.distributed.run" if command.program == "torchrun" else command.program
-    line = [sys.executable, "-m", module, *command.words[1:]]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
+    words = list(command.words)
+    at = words.index("--nproc-per-node")
+    assert words.pop(at + 1) == "2"
+    words.pop(at)
+    if command.program == "torchrun":
+        assert words[1:3] == ["-m", "penstock"]
+        words[:3] = ["penstock"]
+    assert run_ranks(typed_on_rank, 2, words, folder) == [0, 0]
 
 
 def test_make_train_is_the_command() -> None:

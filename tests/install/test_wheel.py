@@ -75,17 +75,8 @@ def test_a_wheel_has_the_package_its_types_and_the_licences_and_no_tests(wheel: 
 
 
 def test_building_from_source_without_a_compiler_says_so_in_one_line(bare: dict[str, str], tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "-w",
-        str(tmp_path),
-        str(ROOT),
-    ]
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path)]
+    command.append(str(ROOT))
     done = subprocess.run(command, env=bare, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     (line,) = {line.strip() for line in done.stderr.splitlines() if "penstock:" in line}

@@ -1,7 +1,7 @@
 """The package as text: its modules, what each imports, and what it does at module level."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -19,13 +19,31 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def imports(module: str) -> Iterator[str]:
+def path_of(module: str) -> Path:
+    """The file of a module."""
+    path = PACKAGE.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def place(module: str, node: ast.AST | None = None) -> str:
+    """The file of a module, and the line of a node, as terminals open them."""
+    return f"{path_of(module).relative_to(PACKAGE.parents[1])}:{getattr(node, 'lineno', 1)}"
+
+
+@cache
+def nodes_of(module: str) -> Sequence[ast.AST]:
+    """All nodes of a module's syntax tree."""
+    return tuple(ast.walk(modules()[module]))
+
+
+@cache
+def imports(module: str) -> Sequence[str]:
     """Modules of the package that a module imports, anywhere in it, by the names of `modules`.
 
     `from penstock import x` is `x` where that is a module, else the package itself.
     """
-    known = {*modules(), "_native"}
-    for node in ast.walk(modules()[module]):
+    found = []
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -34,11 +52,10 @@ def imports(module: str) -> Iterator[str]:
             names = []
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                names.append(inner if inner.removeprefix("penstock.") in known else base)
+                is_module = inner.removeprefix("penstock.") in modules() or inner == "penstock._native"
+                names.append(inner if is_module else base)
         else:
             continue
-        for name in names:
-            if name == "penstock":
-                yield ""
-            elif name.startswith("penstock."):
-                yield name.removeprefix("penstock.")
+        of_ours = (name for name in names if name.partition(".")[0] == "penstock")
+        found += [name.removeprefix("penstock").removeprefix(".") for name in of_ours]
+    return found

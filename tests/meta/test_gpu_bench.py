@@ -2,10 +2,9 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -15,21 +14,11 @@ pytest.importorskip("transformers")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = [
-    "--shape",
-    "tiny",
-    "--batch",
-    "1,2",
-    "--sequence",
-    "32",
-    "--warmup",
-    "1",
-    "--rounds",
-    "2",
-    "--steps",
-    "1",
-    "--threads",
-    "1",
+    *("--shape", "tiny", "--batch", "1,2", "--sequence", "32", "--threads", "1"),
+    *("--warmup", "1", "--rounds", "2", "--steps", "1", "--peak-flops", "1e12"),
 ]
+LIMITS = ["--contender-limit", "600", "--budget-seconds", "3000"]
+ENDED = [("failed", "no such argument"), ("skipped", "no_such_module"), ("measured", "")]
 
 
 @pytest.fixture
@@ -75,25 +64,82 @@ def test_a_profile_counts_what_runs_at_once_once(kit: ModuleType) -> None:
     }
 
 
-def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path: Path) -> None:
-    names, out = ["plain", "penstock-optimizer-nvme"], tmp_path / "report.json"
-    command = [sys.executable, str(BENCHMARKS / "gpu" / "run.py"), *TINY, "--contenders", ",".join(names)]
-    command.append("--chunked-loss")
-    folder = tmp_path / "nvme"
-    folder.mkdir()
-    done = subprocess.run(
-        [*command, "--peak-flops", "1e12", "--folder", str(folder), "--out", str(out)], capture_output=True, text=True
+def test_one_that_fails_or_is_not_there_is_a_row_of_each_batch_size_and_the_next_one_runs(
+    kit: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a stand-in for the script that measures."""
+    (tmp_path / "measure.py").write_text(
+        "import json, pathlib, sys\n"
+        "given = json.loads(sys.argv[1])\n"
+        "if given['options']:\n"
+        "    sys.exit('no such argument')\n"
+        "rows = [{'batch': batch, 'round_step_ms': [1.0]} for batch in given['batches']]\n"
+        "pathlib.Path(sys.argv[2]).write_text(json.dumps({'rows': rows}))\n"
     )
-    assert done.returncode == 0, done.stderr
+    contenders = {
+        "broken": kit.Contender("plain", {"no_such_argument": 1}),
+        "absent": kit.Contender("plain", needs="no_such_module.inside"),
+        "plain": kit.Contender("plain"),
+    }
+    monkeypatch.setattr(kit, "contenders", lambda **_: contenders)
+    monkeypatch.setattr(kit, "HERE", tmp_path)
+    arguments = kit.parse([*TINY, *LIMITS, "--folder", str(tmp_path), "--contenders", ",".join(contenders)])
+    rows = list(kit.run_case(kit.CASES["step"], arguments))
+    assert [(row["name"], row["batch"]) for row in rows] == [(name, n) for name in contenders for n in (1, 2)]
+    for row, (status, reason) in zip(rows[::2], ENDED, strict=True):
+        assert row["status"] == status
+        assert reason in row["reason"]
+    for row in rows[:4]:
+        assert all(row[figure] is None for figure in kit.RATES if figure not in ("batch", "sequence"))
+
+
+def test_the_command_writes_a_report_that_can_be_drawn(
+    kit: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kit, "describe", lambda threads: importlib.import_module("machine").describe())
+    monkeypatch.setattr(kit.parts, "end_on_signals", lambda: None)
+    names, out, folder = ["plain", "penstock-optimizer-nvme"], tmp_path / "report.json", tmp_path / "nvme"
+    folder.mkdir()
+    words = [
+        *TINY,
+        *LIMITS,
+        "--chunked-loss",
+        "--contenders",
+        ",".join(names),
+        "--folder",
+        str(folder),
+        "--out",
+        str(out),
+    ]
+    monkeypatch.setattr("sys.argv", ["run.py", *words])
+    kit.main()
     assert list(folder.iterdir()) == []
     report = json.loads(out.read_text())
     assert report["machine"]["cores"] >= 1
     assert report["versions"]["torch"]
     assert report["settings"]["chunked_loss"] == "True"
+    assert report["machine"]["source"] == kit.parts.source()
     assert [(row["name"], row["batch"]) for row in report["rows"]] == [(name, n) for name in names for n in (1, 2)]
-    assert report["machine"]["source"] == importlib.import_module("parts").source()
-    plain, _, ours, of_two = report["rows"]
-    for row in report["rows"]:
+    check_what_was_measured(kit, report["rows"])
+
+    draw = importlib.import_module("draw")
+    for case, drawn in (("step", "rect"), ("curves", "polyline")):
+        capsys.readouterr()
+        (tmp_path / f"{case}.json").write_text(json.dumps(report | {"case": case}))
+        monkeypatch.setattr("sys.argv", ["draw.py", str(tmp_path / f"{case}.json"), "--plots", str(tmp_path)])
+        draw.main()
+        head, *rows = (
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("|") and "---" not in line
+        )
+        assert [row.split(" | ")[0][2:] for row in rows] == [name for name in names for _ in (1, 2)]
+        assert {row.count("|") for row in rows} == {head.count("|")}
+        root = ElementTree.parse(tmp_path / f"{case}.svg").getroot()
+        found = [element.tag.rpartition("}")[2] for element in root]
+        assert found.count(drawn) == 4 + (drawn == "rect"), "one for each, and the ground"
+
+
+def check_what_was_measured(kit: ModuleType, rows: list[dict[str, Any]]) -> None:
+    for row in rows:
         assert row["status"] == "measured", row["reason"]
         assert set(kit.RATES) <= row.keys()
         assert len(row["losses"]) == len(row["round_step_ms"]) == 2
@@ -102,49 +148,13 @@ def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path
         assert row["resident_bytes"] > 50e6
         for key in ("phases_ms", "host_ms"):
             assert all(row[key][phase] > 0 for phase in ("forward", "backward", "step"))
-        assert row["arithmetic"]["states"] == "fp32"
-        assert row["arithmetic"]["attention"] == "sdpa"
-    assert plain["trace"] is None
-    assert of_two["trace"] is None, "one trace is enough"
+        assert (row["arithmetic"]["states"], row["arithmetic"]["attention"]) == ("fp32", "sdpa")
+    plain, _, ours, of_two = rows
+    assert (plain["trace"], of_two["trace"]) == (None, None), "one trace is enough"
     assert ours["trace"]["rows"]["write"]["nbytes"] > 0
     assert ours["losses"] == pytest.approx(plain["losses"], abs=1e-2)
     assert (plain["differs"], ours["differs"], ours["losses_beside"]) == (None, False, "plain")
     assert ours["targets"] == [], "few tokens a step: no target speaks of them"
-
-    for case, drawn in (("step", "rect"), ("curves", "polyline")):
-        (tmp_path / f"{case}.json").write_text(json.dumps(report | {"case": case}))
-        command = [sys.executable, str(BENCHMARKS / "gpu" / "draw.py"), str(tmp_path / f"{case}.json")]
-        done = subprocess.run([*command, "--plots", str(tmp_path)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        drawn_rows = [line.split(" | ")[0][2:] for line in done.stdout.splitlines() if line.startswith("| p")]
-        assert drawn_rows == [name for name in names for _ in (1, 2)]
-        root = ElementTree.parse(tmp_path / f"{case}.svg").getroot()
-        found = [element.tag.rpartition("}")[2] for element in root]
-        head, *rows = (line for line in done.stdout.splitlines() if line.startswith("|") and "---" not in line)
-        assert {row.count("|") for row in rows} == {head.count("|")}
-        assert found.count(drawn) == 2 * len(names) + (drawn == "rect"), "one for each, and the ground"
-
-
-def test_one_that_fails_is_a_row_and_the_next_one_runs(
-    kit: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    rows = {
-        "broken": kit.Contender("plain", {"no_such_argument": 1}),
-        "absent": kit.Contender("plain", needs="no_such_module.inside"),
-        "plain": kit.Contender("plain"),
-    }
-    monkeypatch.setattr(kit, "contenders", lambda **_: rows)
-    arguments = kit.parse([*TINY, "--batch", "1", "--folder", str(tmp_path), "--contenders", ",".join(rows)])
-    given = {key: getattr(arguments, key) for key in ("shape", "sequence", "warmup", "rounds", "steps")}
-    found = list(kit.run_case(kit.replace(kit.CASES["step"], **given), arguments))
-    broken, absent, plain = found
-    assert broken["status"] == "failed"
-    assert "no_such_argument" in broken["reason"]
-    assert absent["status"] == "skipped"
-    assert "no_such_module" in absent["reason"]
-    given = {"batch", "sequence"}
-    assert all(broken[figure] is None and absent[figure] is None for figure in kit.RATES if figure not in given)
-    assert plain["status"] == "measured"
 
 
 def test_a_compilation_that_was_ended_holds_nobody_up(
@@ -163,8 +173,6 @@ def test_a_compilation_that_was_ended_holds_nobody_up(
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_of_a_token_are_those_of_the_paper(kit: ModuleType, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     shapes = importlib.import_module("shapes")
     kind, sizes = shapes.SHAPES["tiny"]
     monkeypatch.setitem(shapes.SHAPES, "tiny", (kind, sizes | {"tie_word_embeddings": tied}))

@@ -31,7 +31,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 class Shell:
     name: str
     does: str
-    seconds: float = 30.0
+    seconds: float = 600.0
     asks: str = "?"
     known: bool = False
 
@@ -42,7 +42,7 @@ class Shell:
         return ["sh", "-c", self.does]
 
 
-def run(call: ModuleType, out: Path, *groups: tuple[Shell, ...], seconds: float = 60.0) -> dict[str, dict[str, Any]]:
+def run(call: ModuleType, out: Path, *groups: tuple[Shell, ...], seconds: float = 3000.0) -> dict[str, dict[str, Any]]:
     out.mkdir(exist_ok=True)
     under_way = call.Call(out, time.monotonic() + seconds, [], False, {"PATH": "/usr/bin:/bin"})
     for group in groups:

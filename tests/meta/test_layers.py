@@ -3,22 +3,15 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.meta.source import imports, modules
+from tests.meta.source import imports, modules, nodes_of, place
 
 LAYERS = (
-    (
-        "config",
-        "errors",
-        "files",
-        "layout",
-        "optim",
-        "trace",
-        "_native",
-    ),  # values and arithmetic
+    ("config", "errors", "files", "layout", "optim", "trace", "_native"),  # values and arithmetic
     ("runtime", "rules"),
     ("tiers",),
     ("figures",),  # names, units and words of what a machine does in a second
@@ -66,17 +59,16 @@ def part_of(module: str) -> str:
     return module if module in LEVEL else module.split(".")[0]
 
 
-@pytest.mark.parametrize("module", modules())
-def test_imports_point_down(module: str) -> None:
-    own = part_of(module)
-    for target in imports(module):
-        part = part_of(target)
-        if part == own:
-            continue
-        if own == "" or LEVEL[own] == 0:  # the public names come from everywhere below; values may know values
-            assert LEVEL[part] <= LEVEL[own], f"penstock.{module} imports penstock.{target}"
-        else:
-            assert LEVEL[part] < LEVEL[own], f"penstock.{module} imports penstock.{target}"
+def points_down(module: str, target: str) -> bool:
+    own, part = part_of(module), part_of(target)
+    # The public names come from everywhere below; values may know values.
+    beside = own == "" or LEVEL[own] == 0
+    return part == own or LEVEL[part] < LEVEL[own] + beside
+
+
+def test_imports_point_down() -> None:
+    wrong = [f"{place(m)} imports penstock.{t}" for m in modules() for t in imports(m) if not points_down(m, t)]
+    assert not wrong, "\n".join(wrong)
 
 
 # What stands outside of the engine takes its internal names from one module, which lists them: packages, what they may
@@ -87,20 +79,8 @@ LISTS = {
     "integrations.engine_internals": (
         OUTSIDE,
         {
-            "",
-            "errors",
-            "ext.interop.dcp",
-            "ext.interop.deepspeed",
-            "ext.observe.timeline",
-            "files",
-            "footprint",
-            "planner.formatting",
-            "losses",
-            "optim",
-            "parallel",
-            "planner",
-            "ring",
-            "doctor",
+            *("", "errors", "ext.interop.dcp", "ext.interop.deepspeed", "ext.observe.timeline", "files", "footprint"),
+            *("planner.formatting", "losses", "optim", "parallel", "planner", "ring", "doctor"),
         },
     ),
 }
@@ -111,16 +91,15 @@ def test_internal_names_are_taken_from_the_list_of_them(internals: str) -> None:
     packages, free = LISTS[internals]
     for module in modules():
         if part_of(module) in packages and module != internals:
-            for target in imports(module):
-                of_free = target in free or part_of(target) in {*free, *packages}
-                assert of_free, f"penstock.{module} imports penstock.{target}: list the name in {internals}"
+            taken = {target for target in imports(module) if not {target, part_of(target)} & {*free, *packages}}
+            assert taken == set(), f"{place(module)}: list the names in {internals}"
 
 
 @pytest.mark.parametrize("internals", LISTS)
 def test_a_list_of_internal_names_has_no_name_that_nobody_takes(internals: str) -> None:
     listed, taken = set(), set()
-    for module, tree in modules().items():
-        for node in ast.walk(tree):
+    for module in modules():
+        for node in nodes_of(module):
             if isinstance(node, ast.ImportFrom) and module == internals:
                 listed |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module == f"penstock.{internals}":
@@ -143,9 +122,10 @@ def test_folders_of_the_engine_know_each_other_only_one_way() -> None:
     for module in modules():
         own = folder_of(module)
         if own is not None:
-            for target in imports(module):
-                if target.startswith("engine."):
-                    assert folder_of(target) in {own, *FOLDERS[own]}, f"penstock.{module} imports penstock.{target}"
+            others = {target for target in imports(module) if target.startswith("engine.")}
+            assert {target for target in others if folder_of(target) not in {own, *FOLDERS[own]}} == set(), place(
+                module
+            )
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
@@ -156,23 +136,16 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("module", modules())
-def test_no_star_imports(module: str) -> None:
-    for node in ast.walk(modules()[module]):
-        if isinstance(node, ast.ImportFrom):
-            assert all(alias.name != "*" for alias in node.names), f"line {node.lineno}"
-
-
 def test_native_code_has_few_callers() -> None:
     """Arithmetic is called by the rules, files by `runtime.aio`; others hand a pool of threads on."""
-    for module, tree in modules().items():
+    for module in modules():
         if part_of(module) == "rules" or module == "runtime.aio":
             continue
-        for node in ast.walk(tree):
+        for node in nodes_of(module):
             if isinstance(node, ast.ImportFrom) and node.module == "penstock":
-                assert "_native" not in [alias.name for alias in node.names], f"penstock.{module}, line {node.lineno}"
+                assert "_native" not in [alias.name for alias in node.names], place(module, node)
             if isinstance(node, ast.ImportFrom) and node.module == "penstock._native":
-                assert [alias.name for alias in node.names] == ["Pool"], f"penstock.{module}, line {node.lineno}"
+                assert [alias.name for alias in node.names] == ["Pool"], place(module, node)
 
 
 MAKERS = ("list", "dict", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray", "SimpleQueue", "Queue")
@@ -188,34 +161,40 @@ def is_mutable(value: ast.expr | None) -> bool:
     )
 
 
-@pytest.mark.parametrize("module", modules())
-def test_no_module_keeps_state(module: str) -> None:
-    """A module-level container is a constant: named in capitals, and nothing in the module changes it."""
-    tree = modules()[module]
+def states(module: str) -> Iterator[ast.AST]:
+    """What of a module keeps state: a module-level container is a constant, in capitals, and nothing changes it."""
     constants = set()
-    for node in tree.body:
+    for node in modules()[module].body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and is_mutable(node.value):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                assert isinstance(target, ast.Name)
-                assert target.id == "__all__" or target.id.isupper(), f"{target.id} on line {node.lineno}"
-                constants.add(target.id)
-    for node in ast.walk(tree):
-        where = f"line {getattr(node, 'lineno', '?')}"
-        assert not isinstance(node, ast.Global), where
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-            assert not (isinstance(node.value, ast.Name) and node.value.id in constants), where
-        if isinstance(node, ast.AugAssign):
-            assert not (isinstance(node.target, ast.Name) and node.target.id in constants), where
-        if isinstance(node, ast.Call):
-            function = node.func
-            assert not (isinstance(function, ast.Name) and function.id == "globals" and module), where
-            if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-                assert not (function.value.id in constants and function.attr in MUTATORS), where
-            caches = isinstance(function, ast.Name) and function.id in ("cache", "lru_cache")
-            assert not caches, where
-        if isinstance(node, ast.FunctionDef):
-            names = [d.id for d in node.decorator_list if isinstance(d, ast.Name)]
-            assert not {"cache", "lru_cache"} & set(names), f"{where}: a cache is state"
+            names = [ast.unparse(each) for each in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+            if not all(name == "__all__" or name.isupper() for name in names):
+                yield node
+            constants |= set(names)
+
+    def is_constant(node: ast.expr) -> bool:
+        return isinstance(node, ast.Name) and node.id in constants
+
+    for node in nodes_of(module):
+        match node:
+            case ast.Global():
+                yield node
+            case ast.Subscript(value=held, ctx=ast.Store() | ast.Del()) if is_constant(held):
+                yield node
+            case ast.AugAssign(target=held) if is_constant(held):
+                yield node
+            case ast.Call(func=ast.Attribute(value=held, attr=name)) if is_constant(held) and name in MUTATORS:
+                yield node
+            case ast.Call(func=ast.Name(id="cache" | "lru_cache")):
+                yield node
+            case ast.Call(func=ast.Name(id="globals")) if module:
+                yield node
+            case ast.FunctionDef(decorator_list=names) if {"cache", "lru_cache"} & set(map(ast.unparse, names)):
+                yield node
+
+
+def test_no_module_keeps_state() -> None:
+    found = [f"{place(module, node)}: {ast.unparse(node)[:80]}" for module in modules() for node in states(module)]
+    assert not found, "\n".join(found)
 
 
 STEP = """

@@ -3,17 +3,15 @@
 import ast
 from collections.abc import Iterator
 
-import pytest
-
-from tests.meta.source import modules
+from tests.meta.source import modules, nodes_of, place
 
 HOLDING = "engine.unit.unit"
 PARAMETERS = ("engine.unit.parameter", "engine.unit.dtensor")
 
 
-def written(tree: ast.Module) -> Iterator[ast.expr]:
+def written(module: str) -> Iterator[ast.expr]:
     """What is assigned to, added to or deleted, anywhere in a module."""
-    for node in ast.walk(tree):
+    for node in nodes_of(module):
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
@@ -25,17 +23,22 @@ def is_called(node: ast.expr, name: str) -> bool:
     return getattr(node, "id", getattr(node, "attr", None)) == name
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if m != HOLDING])
-def test_nobody_else_writes_who_holds_a_unit(module: str) -> None:
-    for target in written(modules()[module]):
-        if isinstance(target, ast.Attribute):
-            assert not is_called(target.value, "holding"), f"penstock.{module}, line {target.lineno}"
+def test_nobody_else_writes_who_holds_a_unit() -> None:
+    wrong = [
+        place(module, target)
+        for module in modules()
+        for target in written(module)
+        if isinstance(target, ast.Attribute) and is_called(target.value, "holding") and module != HOLDING
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in modules() if m.startswith(("engine", "construct")) and m not in PARAMETERS]
-)
-def test_nobody_else_gives_a_parameter_other_memory(module: str) -> None:
-    for target in written(modules()[module]):
-        if isinstance(target, ast.Attribute) and target.attr == "data":
-            assert is_called(target.value, "_counter"), f"penstock.{module}, line {target.lineno}"
+def test_nobody_else_gives_a_parameter_other_memory() -> None:
+    wrong = [
+        place(module, target)
+        for module in modules()
+        if module.startswith(("engine", "construct")) and module not in PARAMETERS
+        for target in written(module)
+        if isinstance(target, ast.Attribute) and target.attr == "data" and not is_called(target.value, "_counter")
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +12,7 @@ import pytest
 
 from penstock.errors import PenstockError
 from tests.instruct import PLAIN, instruct_folder
-from tests.train.runs import COMMON, ours, process_as_it_was, refused, run_ranks, written
+from tests.train.runs import COMMON, ours, process_as_it_was, refused, run_child, run_ranks, written
 from tests.train.test_as_trl import settings_of
 
 
@@ -160,21 +159,31 @@ def test_every_rank_refuses_what_one_of_them_cannot(made: Path, tmp_path: Path) 
         assert "16,384" in said
 
 
-def test_the_module_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", "train", "--learning_rat", "1"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("penstock")
+def test_the_command_ends_with_one_line_and_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from penstock.cli import main
+
+    monkeypatch.setattr("sys.argv", ["penstock", "train", "--learning_rat", "1"])
+    with process_as_it_was(), pytest.raises(SystemExit) as end:
+        main()
+    said = capfd.readouterr().err
+    assert end.value.code == 2
+    assert said.count("\n") == 1, said
+    assert said.startswith("penstock")
     assert list(tmp_path.iterdir()) == []
 
 
+def without_trl(folder: Path) -> None:
+    for name in [name for name in sys.modules if name.startswith("penstock.train.")]:
+        del sys.modules[name]
+    sys.modules["trl"] = None  # type: ignore[assignment]
+    (folder / "said").write_text(refused([]))
+
+
 def test_a_library_that_is_not_installed_is_named_with_what_installs_it(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['trl'] = None; from penstock.train import main; main([])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "penstock[train]" in done.stderr.splitlines()[-1]
+    assert run_child(without_trl, tmp_path) == 0
+    assert "penstock train needs trl: pip install 'penstock[train]'" in (tmp_path / "said").read_text()
 
 
 HOSTILE = ("\0", "nan", "-1", "1e400", "9" * 40, "{", "\udcff", "[" * 500, "a=b", "")

@@ -1,14 +1,10 @@
-"""Ranks and launchers that are killed or asked to end: torchrun starts the run again, to the same weights."""
+"""Ranks and hosts that are killed: torchrun starts the run again, to the same weights."""
 
-import os
-import random
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.launched import Job, job, until
+from tests.train.launched import job, kill_host, kill_rank
 from tests.train.runs import (
     COMMON,
     Outcome,
@@ -22,7 +18,7 @@ from tests.train.runs import (
 )
 from tests.train.test_resume import run_on_rank
 
-STEPS = 64
+STEPS = 10
 
 
 def losses(out: Path) -> dict[int, float]:
@@ -49,48 +45,30 @@ def whole(made: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     return file, folder / "swap", Outcome(found.logs, saved(folder / "whole"), folder / "whole")
 
 
-def command(file: Path, out: Path) -> list[str]:
-    return ["-m", "penstock", "train", "--config", str(file), "--out", str(out)]
-
-
-def wait_for_step(running: Job, step: int) -> None:
-    until(lambda: running.step() >= step, running.said)
-    assert running.step() < STEPS, "it is killed while it runs"
-
-
-def same_end(swap: Path, whole: Outcome, out: Path) -> None:
+def test_a_rank_that_is_killed_is_started_again(whole: tuple[Path, Path, Outcome], tmp_path: Path) -> None:
     """Every step was made, and the weights are those of the run to which nothing happened, bit for bit."""
+    file, swap, expected = whole
+    out = tmp_path / "out"
+    with job(["--config", str(file), "--out", str(out)], tmp_path) as running:
+        running.start(2, "1", kill_rank)
+        assert running.ended(0) == 0, running.said
+        assert len(running.ranks) == 4, "two, and the two after them"
     found = losses(out)
     assert list(found) == list(range(1, STEPS + 1))
-    assert list(found.values()) == [loss for loss, _, _ in steps_of(whole.logs)]
-    assert_same_weights(saved(out), whole.weights, 0)
+    assert list(found.values()) == [loss for loss, _, _ in steps_of(expected.logs)]
+    assert_same_weights(saved(out), expected.weights, 0)
     assert list(swap.iterdir()) == [], "files of ranks that were killed are gone"
-    assert checkpoints(out) == checkpoints(whole.out)
-
-
-def test_a_rank_that_is_killed_at_any_moment(whole: tuple[Path, Path, Outcome], tmp_path: Path) -> None:
-    file, swap, expected = whole
-    draw = random.Random(0)
-    with job(command(file, tmp_path / "out"), tmp_path / "out") as running:
-        running.start(2, "1", "--shutdown-timeout", "5")
-        wait_for_step(running, draw.randrange(4, STEPS // 3))
-        time.sleep(draw.random() / 10)
-        os.kill(running.ranks_of(0)[draw.randrange(2)], signal.SIGKILL)
-        assert running.ended(0) == 0, running.said
-    same_end(swap, expected, tmp_path / "out")
+    assert checkpoints(out) == checkpoints(expected.out)
 
 
 def test_a_host_that_is_gone_is_done_without(whole: tuple[Path, Path, Outcome], tmp_path: Path) -> None:
     """Steps have the same rows on what is left, so losses are the same but for the order of sums."""
     file, _, expected = whole
     out = tmp_path / "out"
-    with job(command(file, out), out) as running:
-        for _ in range(2):
-            running.start(1, "1:2", "--shutdown-timeout", "5")
-        wait_for_step(running, 10)
-        (rank,) = running.ranks_of(1)
-        os.kill(running.agents[1].pid, signal.SIGKILL)
-        os.kill(rank, signal.SIGKILL)
+    with job(["--config", str(file), "--out", str(out)], tmp_path) as running:
+        running.start(1, "1:2")
+        running.start(1, "1:2", kill_host)
         assert running.ended(0) == 0, running.said
+        assert len(running.ranks) == 3, "two, and the one that is left"
     found = list(losses(out).values())
     assert found == pytest.approx([loss for loss, _, _ in steps_of(expected.logs)], rel=1e-3)

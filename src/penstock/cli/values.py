@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import typer
@@ -147,7 +148,9 @@ def check_target(option: str, path: Path) -> None:
             why = "it is no file"
         elif not (folder.is_dir() and os.access(path if is_file else folder, os.W_OK)):
             why = "its folder is none, or not writable"
-    except OSError as error:  # a name that is too long
+        elif not is_file:
+            TemporaryFile(dir=folder).close()  # permissions do not tell: the root user may write to /proc, and cannot
+    except OSError as error:  # a name that is too long, or a folder that takes no files
         why = error.strerror or "it is no path"
     if why:
         raise ConfigError(f"{option} {str(path)!r} cannot be written: {why}. Name another file.")

@@ -1,12 +1,10 @@
-"""A command line in this process, a corpus and a model folder small enough for many runs."""
+"""A command line in this process, and a model folder small enough for many runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from tests.instruct import chat_file, instruct_folder
 
 
 @dataclass(frozen=True)
@@ -38,16 +36,6 @@ def penstock_command(
     return run
 
 
-@pytest.fixture
-def text_folder(tmp_path: Path) -> Path:
-    """Forty short documents that are easy to learn."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(40):
-        (folder / f"{number:02}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 8 + f"{number}\n")
-    return folder
-
-
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of 50 thousand parameters with tied embeddings, its vocabulary large enough for bytes, no tokenizer."""
@@ -69,15 +57,3 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def instruct_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 80 thousand parameters with a tokenizer of bytes and a chat template."""
-    return instruct_folder(tmp_path_factory.mktemp("instruct") / "model")
-
-
-@pytest.fixture
-def chats(tmp_path: Path) -> Path:
-    """Fifty conversations."""
-    return chat_file(tmp_path / "chat.jsonl")

@@ -62,7 +62,3 @@ def test_mistakes_are_one_line(content: str, says: str, penstock_command: Callab
     assert (outcome.exit_code, outcome.out) == (2, "")
     assert says in outcome.err
     assert outcome.err.count("\n") == 1
-
-
-def test_no_file(penstock_command: Callable[..., Any]) -> None:
-    assert "nowhere.yaml is not read" in penstock_command("convert-config", "nowhere.yaml").err

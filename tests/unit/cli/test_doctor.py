@@ -20,11 +20,7 @@ BROKEN = Finding("device", Verdict.BROKEN, "none", "Install one.")
     [([FINE], 0, "All is as it should be."), ([FINE, SLOW], 0, "1 to mend."), ([SLOW, BROKEN], 1, "2 to mend.")],
 )
 def test_the_table_the_json_and_the_status(
-    found: list[Finding],
-    status: int,
-    last: str,
-    penstock_command: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    found: list[Finding], status: int, last: str, penstock_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(doctor, "examine", lambda folders: asked.append(folders) or found)

@@ -39,20 +39,6 @@ def test_files_of_a_size(penstock_command: Callable[..., Any], tmp_path: Path) -
     assert len(list((tmp_path / "out").glob("model-0000*-of-00002.safetensors"))) == 2
 
 
-def test_mistakes_are_one_line(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
-    saved(tmp_path / "step")
-    for arguments, text in [
-        (("nowhere", "out"), "nowhere does not exist"),
-        ((".", "out", "--dtype", "int8"), "dtype='int8'"),
-        ((".", "out", "--max-shard-bytes", "big"), "Invalid value for '--max-shard-bytes': 'big' is not a size"),
-        (("step", "out", "--merge-adapters"), "there are no adapters"),
-    ]:
-        outcome = penstock_command("export", *arguments)
-        assert outcome.exit_code == 2
-        assert text in outcome.err
-        assert outcome.err.count("\n") == 1
-
-
 def test_two_processes_divide_the_files(tmp_path: Path) -> None:
     masters = saved(tmp_path / "step")
     with socket.socket() as free:

@@ -38,9 +38,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     """The store of a launcher, which lasts for all attempts of a job."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     monkeypatch.setattr(
-        dist.distributed_c10d,
-        "rendezvous",
-        lambda _, rank, world_size, **__: iter([(store.clone(), rank, world_size)]),
+        dist.distributed_c10d, "rendezvous", lambda _, rank, world_size, **__: iter([(store.clone(), rank, world_size)])
     )
     return store
 
@@ -61,7 +59,7 @@ def test_ranks_of_each_attempt_meet_in_a_store_without_what_earlier_ones_have_le
             meets = [threads.submit(group._meet, rank, 3, 600.0) for rank in (2, 1)]
             time.sleep(0.05)
             meets.append(threads.submit(group._meet, 0, 3, 600.0))
-            stores = [meet.result(timeout=10) for meet in meets]
+            stores = [meet.result() for meet in meets]
         assert not stores[0].check(["address"]), attempt
         stores[0].set("address", f"of attempt {attempt}")
         assert [store.get("address").decode() for store in stores] == [f"of attempt {attempt}"] * 3

@@ -134,6 +134,7 @@ def surroundings(tmp_path: Path, checkpoint: Path) -> Iterator[Path]:
     (tmp_path / "a-folder").mkdir()
     (tmp_path / "a-file").write_text("text " * 99)
     (tmp_path / "a-config").write_text("stage: 3")
+    (tmp_path / "a-wrong-config").write_text("stages: 2")
     os.mkfifo(tmp_path / "a-fifo")
     (tmp_path / "a-dangling-link").symlink_to("nowhere")
     (tmp_path / "a-loop").symlink_to("a-loop")
@@ -173,17 +174,37 @@ def test_one_line_and_no_traceback(
     assert not list(surroundings.glob("**/report.html"))
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
-@pytest.mark.parametrize("value", ["", "x", "-1", "1.5", HUGE, "3"])
-def test_a_launcher_that_says_nonsense(
-    penstock_command: Callable[..., Any], surroundings: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    if name == "LOCAL_RANK" or (name, value) == ("WORLD_SIZE", "3"):
-        pytest.skip("read with a device only, or what launchers say")
-    monkeypatch.setenv(name, value)
-    outcome = penstock_command("export", "checkpoint", "out")
-    assert outcome.exit_code == 2
-    assert f"The launcher's {name}=" in outcome.err
+#: What commands say of a mistake; of those of `penstock plan`: `test_plan.py`.
+MISTAKES = {
+    "import-dcp nowhere out": "nowhere is no checkpoint of torch.distributed.checkpoint",
+    "import-deepspeed nowhere out": "nowhere is no checkpoint of DeepSpeed's ZeRO",
+    "convert-config nowhere.yaml": "nowhere.yaml is not read",
+    "inspect a-folder": "is no whole checkpoint",
+    "export nowhere out": "nowhere does not exist",
+    "export . out --dtype int8": "dtype='int8'",
+    "export . out --max-shard-bytes big": "Invalid value for '--max-shard-bytes': 'big' is not a size",
+    "export checkpoint out --merge-adapters": "there are no adapters",
+    "export a b --averag": "--average",
+    "report a b c": "one run, or two to hold against each other, not 3",
+    "report nowhere": "nowhere/metrics.jsonl: No such file or directory",
+    "launch a-file": "--config is missing",
+    "launch --config a-config": "Missing argument 'script'",
+    "launch --config a-config other.py": "other.py is no file",
+    "launch --config none.yaml a-file": "none.yaml is not read",
+    "launch --config a-wrong-config a-file": "a-wrong-config has no 'stages'. Did you mean 'stage'?",
+    "launch --config a-config --nproc-per-node two a-file": "use a number of processes to 1024, or gpu",
+    "launch --config a-config -m nowhere.at_all --config x": "-m nowhere.at_all: there is no module",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+@pytest.mark.usefixtures("surroundings")
+def test_a_mistake_is_one_line_that_says_it(penstock_command: Callable[..., Any], words: str) -> None:
+    for module in {"launch": ("accelerate", "yaml"), "report": ("plotly",)}.get(words.split()[0], ()):
+        pytest.importorskip(module)
+    outcome = penstock_command(*words.split())
+    assert (outcome.exit_code, outcome.out) == (2, "")
+    assert MISTAKES[words] in outcome.err
     assert outcome.err.count("\n") == 1
 
 

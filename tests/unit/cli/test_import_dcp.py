@@ -33,10 +33,3 @@ def test_a_checkpoint_like_any_other(penstock_command: Callable[..., Any], tmp_p
     assert torch.equal(ours.full_param(other.weight), model.weight.detach())  # type: ignore[arg-type]
     assert ours.param_groups[0]["lr"] == 0.25
     ours.close()
-
-
-def test_mistakes_are_one_line(penstock_command: Callable[..., Any]) -> None:
-    outcome = penstock_command("import-dcp", "nowhere", "out")
-    assert outcome.exit_code == 2
-    assert "nowhere is no checkpoint of torch.distributed.checkpoint" in outcome.err
-    assert outcome.err.count("\n") == 1

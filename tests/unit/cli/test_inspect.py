@@ -128,10 +128,3 @@ def test_every_damaged_tile_is_named(numbers: list[int], penstock_command: Calla
     assert len(said) == len(names)
     for name, error in zip(names, said, strict=True):
         assert name in error
-
-
-def test_what_is_no_checkpoint(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    outcome = penstock_command("inspect", "empty")
-    assert outcome.exit_code == 2
-    assert "is no whole checkpoint" in outcome.err

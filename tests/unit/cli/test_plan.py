@@ -24,15 +24,42 @@ from penstock.planner.plans import Shortfall
 from penstock.recompute import can_be_told, recomputes
 from tests.lib.plans import plan as desktop
 
-FOREIGN = ["--machine", "a100-80gb-node"]
+BASE = {"--model": "described", "--batch": "2x16", "--machine": "a100-80gb-node"}
+SCRIPT = "run: a script of yours, with prepare(placement='auto', plan=...)"
+Command = Callable[..., Any]
 
 
 @pytest.fixture
-def config_folder(model_folder: Path, tmp_path: Path) -> str:
+def described(model_folder: Path, tmp_path: Path) -> Path:
     """A configuration and nothing else."""
-    (tmp_path / "described").mkdir()
-    shutil.copy(model_folder / "config.json", tmp_path / "described")
-    return "described"
+    folder = tmp_path / "described"
+    folder.mkdir()
+    shutil.copy(model_folder / "config.json", folder)
+    return folder
+
+
+@pytest.fixture
+def command(penstock_command: Command, described: Path) -> Command:
+    """`penstock plan`, of this configuration for another machine where nothing else is said."""
+
+    def run(*words: str) -> Any:
+        base = (word for option, value in BASE.items() if option not in words for word in (option, value))
+        return penstock_command("plan", *base, *words)
+
+    return run
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Callable[..., str]:
+    """The file of a machine without some figures."""
+
+    def write(*without: str) -> str:
+        machine = Machine.read("cpu-laptop")
+        figures = {name: figure for name, figure in machine.figures.items() if not name.startswith(without)}
+        Machine("bare", "cpu", figures).write(tmp_path / "bare.json")
+        return "bare.json"
+
+    return write
 
 
 @pytest.fixture
@@ -53,12 +80,10 @@ def joined(text: str) -> str:
     return text.replace(" \\\n    ", " ").replace(":\n  ", ": ")
 
 
-def test_a_configuration_alone_is_planned_for_a_machine_that_one_does_not_have(
-    penstock_command: Callable[..., Any], config_folder: str
-) -> None:
+def test_a_configuration_alone_is_planned_for_a_machine_that_one_does_not_have(command: Command) -> None:
     """Through the planner itself; nothing was left but the files that were asked for."""
-    words = ["--model", config_folder, "--batch", "2x16", "--machine", "rtx4090-desktop", "--max-step", "9"]
-    outcome = penstock_command("plan", *words, "--out", "p.json", "--trace", "t.json", "--explain")
+    words = ["--machine", "rtx4090-desktop", "--max-step", "9", "--out", "p.json", "--trace", "t.json", "--explain"]
+    outcome = command(*words)
     assert outcome.exit_code == 0, outcome.err
     assert outcome.out.startswith("fits: yes     step ")
     assert "rtx4090-desktop, bf16, stage 3, input_ids" in outcome.out
@@ -74,17 +99,15 @@ def test_a_configuration_alone_is_planned_for_a_machine_that_one_does_not_have(
     assert {path.name for path in Path().iterdir()} == {"described", "p.json", "t.json"}
 
 
-def test_every_option_reaches_the_planner(
-    penstock_command: Callable[..., Any], config_folder: str, asked: list[dict[str, Any]]
-) -> None:
-    words = ["--model", f"{config_folder}/config.json", "--batch", "3x16", "--accumulation", "2", "--stage", "2"]
+def test_every_option_reaches_the_planner(command: Command, asked: list[dict[str, Any]]) -> None:
+    words = ["--model", "described/config.json", "--batch", "3x16", "--accumulation", "2", "--stage", "2"]
     words += ["--precision", "fp16", "--optimizer-name", "lion", "--max-grad-norm", "0", "--overlap", "none"]
     words += ["--options", "state_dtype=bf16", "--options", "tile_bytes=8KiB", "--options", "update_threads=3"]
     words += ["--gpus", "4", "--hosts", "2", "--mesh", "dp_replicate=2,dp_shard=4", "--folders", "2", "--measure"]
     words += ["--what-if", "disk_read=14GB/s", "--what-if", "h2d=20GB/s", "--lora", "r=2", "--tbw", "600"]
     words += ["--optimizer-args", "betas=0.5,0.25", "--optimizer-args", "weight_decay=1e-6"]
     words += ["--device-memory", "10GiB", "--host-memory", "64GB", "--packing", "off", "--pad-vocab-to", "64"]
-    outcome = penstock_command("plan", *words, *FOREIGN)
+    outcome = command(*words)
     assert outcome.exit_code == 0, outcome.err
     (seen,) = asked
     assert seen["model"].get_base_model().get_input_embeddings().weight.shape == (320, 32)
@@ -126,13 +149,9 @@ def test_every_option_reaches_the_planner(
     ],
 )
 def test_a_home_that_is_named_is_looked_at_beside_the_homes_of_a_run(
-    penstock_command: Callable[..., Any],
-    config_folder: str,
-    asked: list[dict[str, Any]],
-    words: list[str],
-    placement: Any,
+    command: Command, asked: list[dict[str, Any]], words: list[str], placement: Any
 ) -> None:
-    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, *words)
+    outcome = command(*words)
     assert outcome.exit_code == 0, outcome.err
     given = asked[0]["placement"]
     assert given == (placement if isinstance(placement, str) else replace(placement, nvme_path=given.nvme_path))
@@ -169,15 +188,14 @@ def test_a_home_that_is_named_is_looked_at_beside_the_homes_of_a_run(
             ["--lora", "r=2,base=int8"],
             "--use_peft --lora_r 2 --lora_alpha 4 --lora_target_modules all-linear --base int8 --max_grad_norm",
         ),
-        (["--optimizer-name", "radam"], "run: a script of yours, with prepare(placement='auto', plan=...)"),
-        (["--optimizer-args", "eps=1e-6"], "run: a script of yours"),
+        (["--optimizer-name", "radam"], SCRIPT),
+        (["--optimizer-args", "eps=1e-6"], SCRIPT),
     ],
 )
 def test_the_command_that_is_named_has_the_options_that_the_plan_was_made_for(
-    penstock_command: Callable[..., Any], config_folder: str, asked: list[dict[str, Any]], words: list[str], run: str
+    command: Command, asked: list[dict[str, Any]], words: list[str], run: str
 ) -> None:
-    more = ["--max-grad-norm", "0.5", *FOREIGN]
-    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *more, *words)
+    outcome = command("--max-grad-norm", "0.5", *words)
     assert outcome.exit_code == 0, outcome.err
     named = joined(outcome.out).splitlines()[-1]
     assert named.startswith("run")
@@ -189,30 +207,23 @@ def test_the_command_that_is_named_has_the_options_that_the_plan_was_made_for(
 
 @pytest.mark.parametrize(("chunked", "whole"), [("auto", False), ("off", True), ("on", False)])
 def test_logits_are_whole_where_the_class_is_not_known_or_they_are_asked_for(
-    penstock_command: Callable[..., Any], config_folder: str, asked: list[dict[str, Any]], chunked: str, whole: bool
+    command: Command, asked: list[dict[str, Any]], chunked: str, whole: bool
 ) -> None:
-    words = ["plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--chunked-loss", chunked]
-    assert penstock_command(*words).exit_code == 0
+    assert command("--chunked-loss", chunked).exit_code == 0
     assert ("forward" not in vars(asked[0]["model"])) is whole
-    refused = penstock_command(*words, "--lora", "r=2,targets=lm_head")  # a head that is no linear layer any more
-    assert (refused.exit_code, "The head of LlamaForCausalLM" in refused.err) == (
-        (2, True) if chunked == "on" else (0, False)
-    )
+    # A head that is no linear layer any more.
+    refused = command("--chunked-loss", chunked, "--lora", "r=2,targets=lm_head")
+    assert refused.exit_code == (2 if chunked == "on" else 0)
+    assert ("The head of LlamaForCausalLM" in refused.err) is (chunked == "on")
 
 
 @pytest.mark.parametrize(
     ("asked_for", "told", "can"), [("auto", False, True), ("on", True, True), ("off", False, False)]
 )
 def test_recompute_is_the_planners_unless_it_is_said(
-    penstock_command: Callable[..., Any],
-    config_folder: str,
-    asked: list[dict[str, Any]],
-    asked_for: str,
-    told: bool,
-    can: bool,
+    command: Command, asked: list[dict[str, Any]], asked_for: str, told: bool, can: bool
 ) -> None:
-    words = ["--model", config_folder, "--batch", "2x16", "--recompute", asked_for, *FOREIGN, "--json"]
-    outcome = penstock_command("plan", *words)
+    outcome = command("--recompute", asked_for, "--json")
     model = asked[0]["model"]
     assert (recomputes(model), can_be_told(model)) == (told, can)
     Path("p.json").write_text(outcome.out)
@@ -233,72 +244,40 @@ def test_recompute_is_the_planners_unless_it_is_said(
     ],
 )
 def test_what_does_not_fit_or_is_too_slow_ends_with_status_1(
-    penstock_command: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    config_folder: str,
-    changes: Any,
-    words: list[str],
-    status: int,
-    said: str,
+    command: Command, monkeypatch: pytest.MonkeyPatch, changes: Any, words: list[str], status: int, said: str
 ) -> None:
     monkeypatch.setattr(planning, "plan", lambda *rest, **named: desktop(**changes))
-    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, *words)
+    outcome = command(*words)
     assert (outcome.exit_code, outcome.err) == (status, "")
     assert said in outcome.out
     assert ("\nrun:" in outcome.out) is changes.get("fits", True)
 
 
-def test_a_plan_with_updates_in_backward_is_for_prepare(
-    penstock_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, config_folder: str
-) -> None:
+def test_a_plan_with_updates_in_backward_is_for_prepare(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "plan", lambda *rest, **named: desktop(overlap="backward"))
-    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--max-grad-norm", "0")
+    outcome = command("--max-grad-norm", "0")
     assert outcome.out.endswith("run: a script of yours, with prepare(placement='auto', plan=...)\n")
 
 
-def test_a_plan_of_a_mesh_is_for_prepare(penstock_command: Callable[..., Any], config_folder: str) -> None:
-    words = ["--batch", "1x16", "--gpus", "2", "--hosts", "2", "--params", "device", "--mesh"]
-    outcome = penstock_command("plan", "--model", config_folder, *FOREIGN, *words, "dp_replicate=2,dp_shard=2")
-    assert outcome.exit_code == 0, outcome.err
-    assert "one of 4 ranks on 2 hosts, dp_replicate 2 x dp_shard 2" in " ".join(outcome.out.split())
-    assert "run: a script of yours, with prepare(placement='auto', plan=...)" in outcome.out
-
-
-def test_a_plan_of_a_mesh_with_tp_is_of_one_of_its_parts(
-    penstock_command: Callable[..., Any], config_folder: str
-) -> None:
-    words = [
-        "plan",
-        "--model",
-        config_folder,
-        *FOREIGN,
-        "--batch",
-        "1x16",
-        "--gpus",
-        "4",
-        "--params",
-        "device",
-        "--json",
-    ]
-    whole, half = (
-        json.loads(penstock_command(*words, "--mesh", mesh).out) for mesh in ("dp_shard=4", "dp_shard=2,tp=2")
-    )
+def test_a_plan_of_a_mesh_is_for_prepare_and_of_one_of_its_parts(command: Command) -> None:
+    words = ["--batch", "1x16", "--gpus", "4", "--params", "device", "--json", "--mesh"]
+    whole, half = (json.loads(command(*words, mesh).out) for mesh in ("dp_shard=4", "dp_shard=2,tp=2"))
     assert half["mesh"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
     assert half["bytes"] == whole["bytes"]  # a quarter either way: norms, of which each has all, are lost in padding
     assert half["tokens_per_s"] < whole["tokens_per_s"]  # half the ranks have a batch of their own
+    words = ["--batch", "1x16", "--gpus", "2", "--hosts", "2", "--params", "device"]
+    outcome = command(*words, "--mesh", "dp_replicate=2,dp_shard=2")
+    assert outcome.exit_code == 0, outcome.err
+    assert "one of 4 ranks on 2 hosts, dp_replicate 2 x dp_shard 2" in " ".join(outcome.out.split())
+    assert SCRIPT in outcome.out
 
 
-def test_a_plan_of_ranks_that_share_sequences_is_of_a_chunk(
-    penstock_command: Callable[..., Any], config_folder: str
-) -> None:
-    words = ["plan", "--model", config_folder, *FOREIGN, "--batch", "1x16", "--gpus", "4", "--params", "device"]
-    outcome = penstock_command(*words, "--mesh", "dp_shard=2,cp=2")
+def test_a_plan_of_ranks_that_share_sequences_is_of_a_chunk(command: Command) -> None:
+    outcome = command("--batch", "1x16", "--gpus", "4", "--params", "device", "--mesh", "dp_shard=2,cp=2")
     assert (outcome.exit_code, outcome.err) == (0, "")
     said = " ".join(outcome.out.split())
-    assert "shift_labels int64[1, 8]" in said
-    assert "attention_mask bool[1, 1, 16, 16]" in said
-    assert "one of 4 ranks" in said
-    assert "run: a script of yours" in outcome.out
+    for words in ("shift_labels int64[1, 8]", "attention_mask bool[1, 1, 16, 16]", "one of 4 ranks", SCRIPT):
+        assert words in said
 
 
 @pytest.mark.parametrize(
@@ -314,34 +293,11 @@ def test_a_plan_of_ranks_that_share_sequences_is_of_a_chunk(
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
-    penstock_command: Callable[..., Any], config_folder: str, words: list[str], said: str
-) -> None:
-    refused = penstock_command("plan", "--model", config_folder, *FOREIGN, "--gpus", "4", *words)
+def test_what_cannot_be_divided_is_refused(command: Command, words: list[str], said: str) -> None:
+    refused = command("--gpus", "4", *words)
     assert refused.exit_code == 2
     assert said in refused.err
     assert refused.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_terminal_is_shown_what_the_planner_does_and_json_stands_alone(
-    penstock_command: Callable[..., Any],
-    config_folder: str,
-    asked: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    is_terminal: bool,
-) -> None:
-    def find(*_: object, progress: Callable[[str], None] | None = None, **__: object) -> Plan:
-        if progress is not None:
-            progress("simulating placement 3")
-        return desktop()
-
-    monkeypatch.setattr(planning, "plan", find)
-    monkeypatch.setattr(planning.sys, "stderr", Terminal() if is_terminal else io.StringIO())
-    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, "--json")
-    assert json.loads(outcome.out)["penstock"] == "plan"
-    shown = planning.sys.stderr.getvalue()
-    assert ("simulating placement 3" in shown) if is_terminal else not shown
 
 
 class Terminal(io.StringIO):
@@ -349,7 +305,24 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("terminal", [Terminal(), io.StringIO()], ids=["a terminal", "none"])
+def test_a_terminal_is_shown_what_the_planner_does_and_json_stands_alone(
+    command: Command, monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO
+) -> None:
+    def find(*_: object, progress: Callable[[str], None] | None = None, **__: object) -> Plan:
+        if progress is not None:
+            progress("simulating placement 3")
+        return desktop()
+
+    monkeypatch.setattr(planning, "plan", find)
+    monkeypatch.setattr(planning.sys, "stderr", terminal)
+    outcome = command("--json")
+    assert json.loads(outcome.out)["penstock"] == "plan"
+    shown = terminal.getvalue()
+    assert ("simulating placement 3" in shown) if terminal.isatty() else not shown
+
+
+def test_two_plans_are_compared_without_a_model(penstock_command: Command, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(desktop().to_json())
     (tmp_path / "b.json").write_text(desktop(step_s=4.5, overlap="none").to_json())
     outcome = penstock_command("plan", "--compare", "a.json", "b.json")
@@ -369,19 +342,12 @@ def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., 
         ),
         (["--machine", "h100-nod"], "h100-nod"),
         (["--what-if", "disk_reed=7GB/s"], "--what-if: There is no figure 'disk_reed'. Did you mean disk_read?"),
-        (["--what-if", "disk_read=7Gb/s"], "--what-if: "),
-        (["--tbw", "0"], "'--tbw': '0' is no endurance. Use TB above 0, such as 600."),
         (["--gpus", "9"], "--gpus 9 is more than the 8 of a host of a100-80gb-node. Use more --hosts"),
         (["--mesh", "dp_shard"], "'--mesh': 'dp_shard': write each name once with its value, like dp_replicate=16"),
-        (["--mesh", "tp=2,tp=2"], "'--mesh': 'tp=2,tp=2': write each name once"),
         (["--mesh", "dp_shard=8"], "--mesh has 8 ranks, and --gpus 1 x --hosts 1 says 1. Make them agree."),
         (["--folders", "0"], "--folders 0: use a number from 1 to 64"),
         (["--machine", "", "--folders", "2"], "--folders 2 is a number: of this machine, name the folders themselves."),
-        (["--compare", "a"], "Option '--compare' requires 2 arguments."),
-        (["--gpus", "0"], "Invalid value for '--gpus': "),
-        (["--folders", "/a", "/b"], "Got unexpected extra argument"),
         (["--options", "tile_byte=1"], "--options has no 'tile_byte'. Did you mean 'tile_bytes'?"),
-        (["--options", "tile_bytes=x"], "--options tile_bytes='x' is not a size."),
         (["--options", "tile_bytes=1"], "Options(tile_bytes=1): use a whole number of bytes, 4096 or more."),
         (["--compare", "a", "b", "--json"], "--compare prints no JSON"),
         (["--out", "no/p.json"], "--out 'no/p.json' cannot be written: its folder is none"),
@@ -389,25 +355,14 @@ def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., 
         (["--params", "x"], "params='x' is not a tier. Use one of"),
         (["--optimizer-args", "eps"], "--optimizer-args 'eps': write each name once with its value, such as eps=1e-6."),
         (["--optimizer-args", "epsilon=1"], "--optimizer-args: adamw does not take them: "),
-        (["--lora", "q=1"], "--lora"),
-        (["--chunked-loss", "x"], "Invalid value for '--chunked-loss': "),
         (["--model", "missing"], "--model 'missing' is neither a folder, a preset nor owner/name of a hub."),
-        (["--device-memory", "x"], "'--device-memory': 'x' is not a size."),
     ],
 )
 def test_what_is_wrong_is_one_line_before_a_model_is_built(
-    penstock_command: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    config_folder: str,
-    asked: list[dict[str, Any]],
-    words: list[str],
-    said: str,
+    command: Command, monkeypatch: pytest.MonkeyPatch, asked: list[dict[str, Any]], words: list[str], said: str
 ) -> None:
     monkeypatch.setattr(planning, "build_sketch", lambda *rest, **named: pytest.fail("a model was built"))
-    base = [] if "--batch" in words else ["--batch", "2x16"]
-    base += [] if "--machine" in words else FOREIGN
-    base += [] if "--model" in words else ["--model", config_folder]
-    outcome = penstock_command("plan", *base, *words)
+    outcome = command(*words)
     assert outcome.exit_code == 2
     assert outcome.err.startswith("penstock: error: ")
     assert said in outcome.err
@@ -415,39 +370,24 @@ def test_what_is_wrong_is_one_line_before_a_model_is_built(
     assert asked == []
 
 
-def test_folders_need_figures_of_disks(
-    penstock_command: Callable[..., Any], config_folder: str, asked: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    machine = Machine.read("cpu-laptop")
-    figures = {name: figure for name, figure in machine.figures.items() if not name.startswith(("disk", "folders"))}
-    Machine("bare", "cpu", figures).write(tmp_path / "bare.json")
-    words = ["plan", "--model", config_folder, "--batch", "2x16", "--machine", "bare.json"]
-    outcome = penstock_command(*words, "--folders", "2")
+def test_folders_need_figures_of_disks(command: Command, asked: list[dict[str, Any]], bare: Callable[..., str]) -> None:
+    machine = ["--machine", bare("disk", "folders")]
     said = "--folders: the machine bare has no figure disk_read. Say it with --what-if disk_read=..., or use a machine"
-    assert outcome.err.startswith(f"penstock: error: {said}")
-    outcome = penstock_command(*words, "--optimizer", "nvme")
+    assert command(*machine, "--folders", "2").err.startswith(f"penstock: error: {said}")
     said = "--optimizer puts state on nvme, and the machine has no folder. Name some: --folders."
-    assert outcome.err == f"penstock: error: {said}\n"
-    assert penstock_command(*words).exit_code == 0
+    assert command(*machine, "--optimizer", "nvme").err == f"penstock: error: {said}\n"
+    assert command(*machine).exit_code == 0
     assert [seen["precision"] for seen in asked] == ["fp32"]
 
 
-def test_a_figure_that_is_missed_is_stated_by_its_option(
-    penstock_command: Callable[..., Any], config_folder: str, tmp_path: Path
-) -> None:
-    machine = Machine.read("cpu-laptop")
-    figures = {name: figure for name, figure in machine.figures.items() if name != "host_memory"}
-    Machine("bare", "cpu", figures).write(tmp_path / "bare.json")
-    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", "--machine", "bare.json")
+def test_a_figure_that_is_missed_is_stated_by_its_option(command: Command, bare: Callable[..., str]) -> None:
+    outcome = command("--machine", bare("host_memory"))
     assert outcome.err.startswith("penstock: error: The machine 'bare' has no figure host_memory")
     assert outcome.err.endswith("or state it: host_memory=NUMBER.\n")
 
 
 def test_this_machine_is_probed_where_none_is_named(
-    penstock_command: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    config_folder: str,
-    asked: list[dict[str, Any]],
+    penstock_command: Command, monkeypatch: pytest.MonkeyPatch, described: Path, asked: list[dict[str, Any]]
 ) -> None:
     meant: list[Any] = []
 
@@ -456,21 +396,21 @@ def test_this_machine_is_probed_where_none_is_named(
         return Machine.read("cpu-laptop")
 
     monkeypatch.setattr(planning, "machine_for", machine_for)
-    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", "--folders", "/a", "--json")
+    outcome = penstock_command("plan", "--model", "described", "--batch", "2x16", "--folders", "/a", "--json")
     assert outcome.err == "penstock: this machine is measured, unless it was before; about a minute\n"
     assert meant == [(None, ("/a",))]
     assert asked[0]["folders"] == ("/a",)
     json.loads(outcome.out)  # and nothing beside it
 
 
-def test_weights_of_a_hub_are_not_fetched(monkeypatch: pytest.MonkeyPatch, config_folder: str, tmp_path: Path) -> None:
+def test_weights_of_a_hub_are_not_fetched(monkeypatch: pytest.MonkeyPatch, described: Path) -> None:
     from penstock.integrations.huggingface import build_sketch, find_model
 
     fetched: list[Any] = []
 
     def snapshot(name: str, **named: Any) -> str:
         fetched.append((name, named["allow_patterns"]))
-        return str(tmp_path / config_folder)
+        return str(described)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     source = find_model("owner/name", seq_length=16, needs_weights=False)
@@ -480,7 +420,7 @@ def test_weights_of_a_hub_are_not_fetched(monkeypatch: pytest.MonkeyPatch, confi
     model = build_sketch(source)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     with pytest.raises(ConfigError, match=r"has no \.safetensors weights"):
-        find_model(str(tmp_path / config_folder), seq_length=16)
+        find_model(str(described), seq_length=16)
 
 
 def test_what_is_computed_in_follows_from_the_machine() -> None:

@@ -81,6 +81,15 @@ def test_nothing_else_is_overwritten_and_nothing_measured(
     assert measured == []
 
 
+def test_a_folder_that_takes_no_files_is_refused_before_anything_is_measured(
+    penstock_command: Callable[..., Any], measured: list[Any]
+) -> None:
+    """The root user may write to /proc, as its permissions have it, and no file can be made there."""
+    outcome = penstock_command("probe", "--out", "/proc/x")
+    assert (outcome.exit_code, measured) == (2, [])
+    assert outcome.err.startswith("penstock: error: --out '/proc/x' cannot be written: ")
+
+
 def test_a_cache_that_cannot_be_written_is_said(
     penstock_command: Callable[..., Any], measured: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,20 +108,8 @@ def test_train_reads_what_is_typed_by_itself(monkeypatch: Any, status: int) -> N
     other = typer.Typer()
     other.command("train", context_settings=UNREAD)(train)
     other.command()(lambda: None)
-    words = [
-        "--data",
-        "a",
-        "b",
-        "--learning-rate",
-        "-1e-3",
-        "--help",
-        "-h",
-        "--version",
-        "--no-such=1",
-        "x.jsonl:0.5",
-        "--config",
-        "run.yaml",
-    ]
+    words = [*("--data", "a", "b", "--learning-rate", "-1e-3", "--help", "-h", "--version", "--no-such=1")]
+    words += ["x.jsonl:0.5", "--config", "run.yaml"]
     assert other(["train", *words, ""], standalone_mode=False) == status
     assert given == [[*words, ""]]
 
@@ -146,11 +134,3 @@ def test_help_and_version_import_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
     assert "--max-shard-bytes" in done.stdout
     assert done.stdout.endswith("LOADED []\n")
-
-
-def test_an_unknown_option_is_a_usage_error(penstock_command: Callable[..., Any]) -> None:
-    outcome = penstock_command("export", "a", "b", "--averag")
-    assert outcome.exit_code == 2
-    assert "--averag" in outcome.err
-    assert "--average" in outcome.err
-    assert outcome.err.count("\n") == 1

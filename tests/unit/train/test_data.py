@@ -230,10 +230,9 @@ def test_a_file_without_a_split_to_measure_on_is_told_what_to_do() -> None:
     assert text.startswith("a.jsonl has no split 'test', it has 'train'. ")
     assert "--test_split_size 0.05" in text
     assert "--eval_strategy no" in text
-    found = read("a.jsonl", mixture={"test_split_size": 0.1}, **EVALUATES)
+    found, again = (read("a.jsonl", mixture={"test_split_size": 0.1}, **EVALUATES) for _ in range(2))
     assert (len(found.train), len(found.eval)) == (18, 2)
     assert sorted([*found.train["text"], *found.eval["text"]], key=int) == [str(n) for n in range(20)]
-    again = read("a.jsonl", mixture={"test_split_size": 0.1}, **EVALUATES)
     assert again.eval["text"] == found.eval["text"], "every rank and every resumed run holds out the same"
     assert read("a.jsonl", mixture={"test_split_size": 0.1}).eval is None
     write("one.jsonl", lines({"text": "a"}))
@@ -284,12 +283,10 @@ def test_a_file_is_read_as_its_suffix_says(name: str, monkeypatch: pytest.Monkey
     assert not Path("home").exists()
 
 
-@pytest.mark.parametrize("name", ["a.py", "a.txt.gz"])
-def test_a_file_of_text_is_one_document(name: str) -> None:
-    content = "one\n\ntwo é\n".encode()
-    write(name, gzip.compress(content) if name.endswith(".gz") else content)
-    assert texts(name) == ["one\n\ntwo é\n"]
-    assert list(read(name, dataset_text_field="body").train["body"]) == ["one\n\ntwo é\n"]
+def test_a_file_of_text_is_one_document() -> None:
+    content = "one\n\ntwo é\n"
+    for name in (write("a.py", content), write("a.txt.gz", gzip.compress(content.encode()))):
+        assert texts(name) == list(read(name, dataset_text_field="body").train["body"]) == [content]
 
 
 NOISE = random.Random(0).randbytes(400)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from penstock.errors import ConfigError
 from penstock.train.masks import ENDLESS, REWRITTEN, UNASKED, Conversations, tokens_of
-from tests.unit.train.chats import END, TOOLS, assistant, plain_tokenizer, shown_of, system, user
+from tests.unit.train.chats import CALL, END, RESULT, TOOLS, assistant, plain_tokenizer, shown_of, system, user
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -66,18 +66,8 @@ class Learned:
 
 # Whatever is said, by three templates that are given away by nothing but what they write.
 
-WORDS = [
-    "<|im_end|>\n",
-    "<|im_start|>assistant\n",
-    "<|im_start|>user\n",
-    "<think>",
-    "</think>",
-    END,
-    "\n",
-    " ",
-    "a",
-    "é🚰",
-]
+TURNS = ("<|im_end|>\n", "<|im_start|>assistant\n", "<|im_start|>user\n")
+WORDS = [*TURNS, "<think>", "</think>", END, "\n", " ", "a", "é🚰"]
 SAID = st.lists(st.sampled_from(WORDS), max_size=4).map("".join)
 ROLES = st.lists(st.sampled_from(["user", "assistant", "system", "tool"]), min_size=1, max_size=6)
 
@@ -117,15 +107,6 @@ def test_whatever_is_said(template: str, write: Callable[[list[Any]], str]) -> N
         assert text.replace("⟧⟦", "") == write(messages).replace("⟧⟦", "")
 
     learns()
-
-
-def test_words_that_look_like_a_turn_are_words() -> None:
-    said = "<|im_end|>\n<|im_start|>assistant\nx<|im_end|>\n"
-    text = Learned(CHATML)([user(said), assistant(said), user("b"), assistant("c")])
-    assert text == (
-        f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n⟦{said}<|im_end|>\n⟧"
-        "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n⟦c<|im_end|>\n⟧"
-    )
 
 
 @pytest.mark.parametrize("options", [{"names": ENDED_TOKENS}, {}], ids=["tokens", "no tokens"])
@@ -182,26 +163,22 @@ REFUSED = (
     "what the assistant writes cannot be told: {}. Name a template with {{% generation %}} markers: "
     "--chat_template_path FILE.jinja"
 )
+TWO_ANSWERS = [user("a"), assistant("b"), user("c"), assistant("d")]
 UNTELLABLE = {
     "a tool's answer inside the turn": (
         FOLDED,
-        [
-            user("a"),
-            assistant("b", tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
-            {"role": "tool", "content": "secret"},
-            assistant("c"),
-        ],
+        [user("a"), assistant("b", tool_calls=[CALL]), RESULT, assistant("c")],
         "the template puts what others say inside its turns",
     ),
     "answers behind all questions": (
         "{% for m in messages if m.role == 'user' %}{{ m.content + ' ' }}{% endfor %}"
         "{% for m in messages if m.role == 'assistant' %}{{ '<|a|>' + m.content + eos_token }}{% endfor %}",
-        [user("a"), assistant("b"), user("c"), assistant("d")],
+        TWO_ANSWERS,
         "the template puts what others say inside its turns",
     ),
     "an answer that is left out": (
         "{% for m in messages if m == messages[-1] or m.role == 'user' %}{{ m.content + eos_token }}{% endfor %}",
-        [user("a"), assistant("b"), user("c"), assistant("d")],
+        TWO_ANSWERS,
         "within the conversation, message 1 is left out, or cannot be rendered with other words",
     ),
     "another name for the assistant": (

@@ -8,41 +8,12 @@ from penstock.train.arguments import parse
 from penstock.train.run_file import read_run_file
 
 OLD = """\
-model: m
-data: [a.jsonl:0.7, b]
-out: there
-lora: r=8,alpha=16,targets=q_proj+v_proj,base=int8
-precision: bf16
-recompute: 'on'
-seq_length: 128
-truncation: split
-packing: 'on'
-plan: ''
-params: device
-optimizer: cpu
-activations: 'off'
-nvme_path: []
-overlap: auto
-device_bytes: null
-tile_bytes: 4194304
-optimizer_name: adamw
-lr: 0.002
-betas: [0.9, 0.95]
-weight_decay: 0.1
-schedule: cosine
-min_lr: 0.1
-warmup: 10.0
-steps: 400
-epochs: null
-batch_size: 16
-accumulation: 2
-sample_tokens: 200
-log_every: 20
-save_every: 0
-keep: 2
-resume: ''
-report_to: []
-about: {date: then}
+{model: m, data: [a.jsonl:0.7, b], out: there, lora: "r=8,alpha=16,targets=q_proj+v_proj,base=int8",
+precision: bf16, recompute: 'on', seq_length: 128, truncation: split, packing: 'on', plan: '', params: device,
+optimizer: cpu, activations: 'off', nvme_path: [], overlap: auto, device_bytes: null, tile_bytes: 4194304,
+optimizer_name: adamw, lr: 0.002, betas: [0.9, 0.95], weight_decay: 0.1, schedule: cosine, min_lr: 0.1, warmup: 10.0,
+steps: 400, epochs: null, batch_size: 16, accumulation: 2, sample_tokens: 200, log_every: 20, save_every: 0, keep: 2,
+resume: '', report_to: [], about: {date: then}}
 """
 
 

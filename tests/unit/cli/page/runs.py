@@ -12,11 +12,7 @@ from penstock.config import Options
 from penstock.planner.plans import Plan
 from tests.lib.memory import disks
 
-HOSTILE = (
-    "<script>alert(1)</script>",
-    '"</script><img src=x onerror=alert(1)>',
-    "a\u2028b\u2029 'c' \"d\" &lt;b&gt;",
-)
+HOSTILE = ("<script>alert(1)</script>", '"</script><img src=x onerror=alert(1)>', "a\u2028b\u2029 'c' \"d\" &lt;b&gt;")
 #: A folder may have any name that is no path.
 FOLDER_NAME = "<img src=x onerror=alert(1)>&amp;'\""
 CURVES = {"loss", "lr", "grad-norm", "tokens-per-second", "memory-0", "waits-0", "timeline-0", "placement-0"}

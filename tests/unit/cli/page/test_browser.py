@@ -8,11 +8,12 @@ import pytest
 
 from penstock import Placement
 from penstock.cli.reporting.page import write_page
-from tests.browser import assert_drawn, open_page
+from tests.browser import BROWSER, assert_drawn, open_page
 from tests.lib.ranks import run_ranks
 from tests.unit.cli.page.runs import CURVES, FOLDER_NAME, HOSTILE, record_loop, record_on_rank, write_plan
 
 pytest.importorskip("plotly")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")  # before anything is trained
 
 
 def test_two_ranks_with_files_and_hostile_names(tmp_path: Path) -> None:

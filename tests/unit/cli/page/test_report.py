@@ -181,19 +181,6 @@ class TestCommand:
         assert done.err.count("\n") == 1
         assert "Install it with: pip install 'penstock[train]'" in done.err
 
-    @pytest.mark.parametrize(
-        ("runs", "error"),
-        [
-            (["a", "b", "c"], "one run, or two to hold against each other, not 3"),
-            (["nowhere"], "nowhere/metrics.jsonl: No such file or directory"),
-        ],
-    )
-    def test_what_is_no_run_is_refused(self, penstock_command: Callable[..., Any], runs: list[str], error: str) -> None:
-        pytest.importorskip("plotly")
-        done = penstock_command("report", *runs)
-        assert done.exit_code == 2
-        assert error in done.err
-
     def test_a_file_that_cannot_be_written_is_named(self, folder: Path, tmp_path: Path) -> None:
         pytest.importorskip("plotly")
         with pytest.raises(ConfigError, match=r"page\.html cannot be written: No such file"):

@@ -40,14 +40,11 @@ def test_rates_of_groups_are_figures_of_their_own(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_last_line_that_is_torn_is_passed_over(tmp_path: Path) -> None:
-    run = read_run(write(tmp_path, step(1, loss=1.0), '{"event": "step", "step": 2, "lo', end=""))
-    assert (run.steps, run.unread) == ([1], 0)
-
-
-def test_even_where_what_is_there_of_it_is_whole(tmp_path: Path) -> None:
+def test_a_last_line_that_is_torn_is_passed_over_even_where_what_is_there_of_it_is_whole(tmp_path: Path) -> None:
     """A number of which the last digits are missing is another number."""
-    assert read_run(write(tmp_path, step(1), json.dumps(step(2, loss=1)), end="")).steps == [1]
+    for torn in ('{"event": "step", "step": 2, "lo', json.dumps(step(2, loss=1))):
+        run = read_run(write(tmp_path, step(1, loss=1.0), torn, end=""))
+        assert (run.steps, run.unread) == ([1], 0)
 
 
 @pytest.mark.parametrize("bad", ["{", "[1]", "null", '"x"', "[" * 100_000, "\x00", '{"event": NaN'])
@@ -137,17 +134,14 @@ def test_a_line_without_an_end_and_a_file_without_one_are_not_read_whole(
 @pytest.mark.parametrize("name", ["metrics.jsonl", "plan.json", "trace.json"])
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     write(tmp_path, step(1))
-    (tmp_path / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / name)
-    if name == "metrics.jsonl":
-        with pytest.raises(ConfigError, match=r"metrics\.jsonl: it is no file"):
-            read_run(tmp_path)
-        (tmp_path / name).unlink()
-        (tmp_path / name).symlink_to("/dev/zero")
-        with pytest.raises(ConfigError, match=r"metrics\.jsonl: it is no file"):
-            read_run(tmp_path)
-    else:
-        assert list(read_run(tmp_path).odd) == [name]
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        (tmp_path / name).unlink(missing_ok=True)
+        make(tmp_path / name)
+        if name == "metrics.jsonl":
+            with pytest.raises(ConfigError, match=r"metrics\.jsonl: it is no file"):
+                read_run(tmp_path)
+        else:
+            assert list(read_run(tmp_path).odd) == [name]
 
 
 @pytest.mark.parametrize("number", [-1, True, 1.5, "1", None, 1 << 60])

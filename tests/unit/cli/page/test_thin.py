@@ -21,10 +21,10 @@ def test_least_and_greatest_stay_and_there_are_few(column: list[float], most: in
         assert len(kept) == len(column)
 
 
-def test_a_single_peak_of_a_million_steps_is_there_in_each_curve() -> None:
+def test_a_single_peak_of_many_steps_is_there_in_each_curve() -> None:
     draw = random.Random(0)
-    columns = [[draw.random() for _ in range(1_000_000)] for _ in range(2)]
-    columns[0][123_456], columns[1][765_432] = 50.0, -50.0
+    columns = [[draw.random() for _ in range(50_000)] for _ in range(2)]
+    columns[0][12_345], columns[1][43_210] = 50.0, -50.0
     kept = kept_points(columns)
-    assert {123_456, 765_432} <= set(kept)
+    assert {12_345, 43_210} <= set(kept)
     assert len(kept) <= 2002
