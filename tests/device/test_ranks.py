@@ -22,11 +22,9 @@ SUMMED = Arithmetic(precision="bf16", accumulation=2, clip=0.5)
 UNCLIPPED = Arithmetic(precision="bf16", accumulation=2, no_sync=True)
 ROWS = [
     (SUMMED, Movement(3, "cpu", "cpu", "cpu")),
-    (SUMMED, Movement(1, "device", "cpu", "cpu")),
     (UNCLIPPED, Movement(3, "cpu", "cpu", "cpu", overlap="backward")),
     (SUMMED, Movement(3, "nvme", "cpu", "nvme")),
-    (SUMMED, Movement(3, "cpu", shares(device=0.35, cpu=0.65), "cpu").but(tile_bytes=4 * KIB)),
-    (SUMMED, Movement(2, "cpu", "cpu", "cpu").but(streamed_updates=0.5, tile_bytes=4 * KIB)),
+    (SUMMED, Movement(2, "cpu", shares(device=0.35, cpu=0.65), "cpu").but(streamed_updates=0.5, tile_bytes=4 * KIB)),
     (UNCLIPPED, Movement(1, "cpu", "cpu", "cpu")),
 ]
 

@@ -39,10 +39,12 @@ Seen = dict[str, Any]
 
 RULES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
     "SGD": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
     "Adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1, lr_decay=0.1),
     "RMSprop": partial(torch.optim.RMSprop, momentum=0.5, centered=True),
     "NAdam": torch.optim.NAdam,
+    "AMSGrad": partial(torch.optim.AdamW, amsgrad=True),
     "Lion": Lion,
 }
 PRECISIONS = {  # and masters
@@ -70,7 +72,7 @@ PINNED = {"all": None, "none": 0, "rings": bounce_bytes(4 * KIB) + 32 * KIB}  # 
 
 ARITHMETIC: dict[str, tuple[Any, ...]] = {
     "precision": tuple(PRECISIONS),
-    "rule": tuple(RULES),
+    "rule": ("AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "Lion"),  # the others keep the same kinds of states
     "states": ("fp32", "bf16", "int8"),
     "clip": ("no", "prepare", "by hand"),
     "micro-batches": (1, 2),

@@ -25,10 +25,8 @@ MOVEMENTS: tuple[tuple[Callable[[], Streams], Movement], ...] = (
     (inline, Movement(3, NVME, NVME, NVME).but(**SMALL)),
     (separate, Movement(3, NVME, NVME, NVME, disks=3).but(tile_bytes=5 * KIB, checksums=False)),
     (separate, Movement(1, optimizer=NVME, overlap="forward").but(**SMALL)),
-    (separate, Movement(3, params=NVME, overlap="forward").but(**SMALL)),
     (separate, Movement(2, grads=NVME, overlap="none", disks=2).but(**SMALL)),
     (separate, Movement(3, THIRDS, THIRDS, THIRDS).but(**SMALL)),
-    (simulated, Movement(3, NVME, NVME, NVME).but(**SMALL)),
     (simulated, Movement(3, NVME, "cpu", "cpu", "forward").but(**SMALL)),
 )
 

@@ -106,6 +106,10 @@ def all_of(model: nn.Module, optimizer: penstock.Optimizer) -> State:
     return found
 
 
+def states_of(found: State, name: str) -> list[str]:
+    return [each.removeprefix(f"{name} ") for each in found if each.startswith(f"{name} ")]
+
+
 def different(one: State, other: State) -> list[str]:
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
@@ -155,19 +159,19 @@ def test_states_of_any_shape_are_given_and_taken(make: str) -> None:
     other, second = prepared(make, CPU)
     second.load_state_dict(optimizer.state_dict())
     third, by_hand = prepared(make, Movement())
-    for p, q, r in zip(model.parameters(), other.parameters(), third.parameters(), strict=True):
-        second.set_full_param(q, optimizer.full_param(p))
-        by_hand.set_full_param(r, optimizer.full_param(p))
-        if p.requires_grad:
-            number = next(n for n, x in enumerate(x for g in optimizer.param_groups for x in g["params"]) if x is p)
-            for name, value in optimizer.state_dict()["state"][number].items():
-                by_hand.set_full_state(r, name, value)
     expected = all_of(model, optimizer)
+    for (name, p), q, r in zip(model.named_parameters(), other.parameters(), third.parameters(), strict=True):
+        second.set_full_param(q, expected[name])
+        by_hand.set_full_param(r, expected[name])
+        if p.requires_grad:
+            for state in states_of(expected, name):
+                by_hand.set_full_state(r, state, expected[f"{name} {state}"])
     assert different(all_of(other, second), expected) == []
     assert different(all_of(third, by_hand), expected) == []
     step(model, optimizer, 1)
     step(other, second, 1)
-    assert different(all_of(other, second), all_of(model, optimizer)) == []
+    expected = all_of(model, optimizer)
+    assert different(all_of(other, second), expected) == []
 
     plain = deepcopy(first_model())
     before = MAKES[make](plain)
@@ -177,7 +181,7 @@ def test_states_of_any_shape_are_given_and_taken(make: str) -> None:
     for name, value in all_of(plain, went_on).items():
         if name.endswith(" step") and make in ("muon", "rows"):
             continue  # torch's class counts no steps, and neither can who takes its states over
-        torch.testing.assert_close(value, all_of(model, optimizer)[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_state_of_another_shape_is_refused_by_its_own() -> None:
@@ -222,7 +226,9 @@ def _save(rank: int, world_size: int, make: str, how: Movement, folder: str) -> 
     for number in range(2):
         step(model, optimizer, number, rank, world_size)
     optimizer.save(Path(folder, "a"))
-    return all_of(model, optimizer)
+    found = all_of(model, optimizer)
+    optimizer.close(keep_params=False)
+    return found
 
 
 def _load(rank: int, world_size: int, make: str, how: Movement, folder: str) -> State:
@@ -230,6 +236,7 @@ def _load(rank: int, world_size: int, make: str, how: Movement, folder: str) -> 
     optimizer.load(Path(folder, "a"))
     found = all_of(model, optimizer)
     step(model, optimizer, 2, rank, world_size)  # and it trains
+    optimizer.close(keep_params=False)
     return found
 
 

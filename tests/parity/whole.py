@@ -134,10 +134,12 @@ def train(
 def state_of(model: nn.Module, optimizer: penstock.Optimizer) -> Outcome:
     """All parameters and states."""
     found: Outcome = {name: [optimizer.full_param(p)] for name, p in model.named_parameters()}
+    states = optimizer.state_dict()["state"]
+    trained = [id(p) for group in optimizer.param_groups for p in group["params"]]
     for name, p in model.named_parameters():
         if p.requires_grad:
-            states = ("momentum_buffer",) if is_matrix(name, p) else ("exp_avg", "exp_avg_sq")
-            found[name] += [optimizer.full_state(p, state) for state in states]
+            kept = states.get(trained.index(id(p)), {})
+            found[name] += [kept[state] for state in ("momentum_buffer", "exp_avg", "exp_avg_sq") if state in kept]
     return found
 
 
