@@ -14,13 +14,14 @@ from torch import Tensor
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.device.running import everything, on_threads, strict
+from tests.device.running import on_threads, strict
 from tests.lib.engines import ON_CPU as ALL_ON_CPU
 from tests.lib.engines import ON_NVME, loss_of, prepare_on, prepared
 from tests.lib.memory import disks
 from tests.lib.models import Blocks, batch_of
 from tests.lib.streams import inline
 from tests.parity import whole
+from tests.parity.compare import bits
 from tests.parity.rows import Arithmetic, Movement, changed, shares, train
 
 KIB = 1 << 10
@@ -58,12 +59,12 @@ def rows():
 
 @cache
 def as_on_the_cpu(what: Arithmetic, steps: int = STEPS) -> list[object]:
-    return everything(train(what, Movement(3), streams=inline(), steps=steps))
+    return bits(train(what, Movement(3), streams=inline(), steps=steps))
 
 
 @pytest.mark.parametrize(("what", "how"), list(rows()), ids=changed)
 def test_placement_changes_no_bit(what: Arithmetic, how: Movement) -> None:
-    assert everything(train(what, how, streams=strict(), steps=STEPS)) == as_on_the_cpu(what)
+    assert bits(train(what, how, streams=strict(), steps=STEPS)) == as_on_the_cpu(what)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_two_devices_in_one_process() -> None:
 
     def on(index: int) -> list[object]:
         torch.strict.set_device(index)
-        return everything(train(SUMMED, ON_CPU, streams=strict(index), steps=STEPS))
+        return bits(train(SUMMED, ON_CPU, streams=strict(index), steps=STEPS))
 
     assert on_threads(lambda: on(0), lambda: on(1)) == [expected] * 2
 

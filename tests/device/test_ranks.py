@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.device.running import everything, late_ranks, strict
+from tests.device.running import late_ranks, strict
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline
+from tests.parity.compare import bits
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, make_model, shares, train
 
 STEPS = 2
@@ -43,7 +44,7 @@ def rows(rank: int, streams: Callable[[], Streams], on_device: bool) -> list[lis
     found = []
     for what, how in ROWS:
         transfers = how if on_device else Movement(how.stage)
-        found.append(everything(train(what, transfers, streams=streams(), rank=rank, world_size=2, steps=STEPS)))
+        found.append(bits(train(what, transfers, streams=streams(), rank=rank, world_size=2, steps=STEPS)))
     return found
 
 
