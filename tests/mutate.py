@@ -78,9 +78,9 @@ FAULTS = {
     ),
     "a rank has another's shard": Fault(
         1,
-        "engine/unit/assemble.py",
-        "first, last = layout.shard_range(rank)",
-        "first, last = layout.shard_range((rank + 1) % layout.shards)",
+        "engine/unit/unit.py",
+        "self.own_range = layout.shard_range(rank)",
+        "self.own_range = layout.shard_range((rank + 1) % layout.shards)",
         ["tests/parity/test_table.py::test_steps_of_two_ranks_are_plain_torchs"],
     ),
     "rounding depends on the tile": Fault(
