@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.device.dropping import DroppingStreams
+from penstock.runtime.accelerator import AcceleratorStreams
 from tests.lib.memory import shorten_rings
 from tests.lib.streams import inline
 from tests.parity.test_waits import (
@@ -22,7 +22,7 @@ from tests.parity.test_waits import (
     same,
     training,
 )
-from tests.parity.waits import Wait, listen, waits
+from tests.parity.waits import NotedWaits, Wait, listen, waits
 
 # Needed by rows that look, clear, save or move, which are not here but in the table of simulated streams.
 ELSEWHERE = {
@@ -61,6 +61,18 @@ ROWS: dict[str, Callable[[Any], Values]] = {
     "streamed": training(EVERYTHING_ON_CPU.but(streamed_updates=0.5)),
     "in parts": training(SPLIT),
 }
+
+
+class DroppingStreams(NotedWaits, AcceleratorStreams):
+    """Streams whose waits are known by their place.
+
+    Arguments:
+        dropped: `file:line` of the wait that is left out, with `#index` for an entry of `after`.
+    """
+
+    def __init__(self, device: torch.device, dropped: str | None = None) -> None:
+        super().__init__(device)
+        self.dropped, self.seen = dropped, set()
 
 
 @pytest.fixture(autouse=True)

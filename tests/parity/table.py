@@ -121,8 +121,6 @@ FEATURES = ARITHMETIC | MOVEMENT
 RISKY = ("streams", "params", "grads", "optimizer", "overlap", "moves", "clip")
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
 
-Fits = Callable[[Row], bool]
-
 
 def fits(row: Row) -> bool:
     """What a row, or a part of one, may have together."""

@@ -45,7 +45,6 @@ MOVEMENTS = (
     streamed(Movement(2, HALF, THREE_WAYS, shares(device=0.4, cpu=0.6), "none"), 0.5, update_threads=2),
     streamed(Movement(0, "cpu", "nvme", HALF), "auto", live_bytes=32 * KIB),
 )
-GROUPED = Arithmetic(precision="bf16", groups=True)
 
 
 @pytest.mark.parametrize("streams", [separate, late])

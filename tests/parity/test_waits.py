@@ -398,7 +398,6 @@ OPTIMIZER_ON_CPU = Movement(optimizer="cpu").but(tile_bytes=4 * KIB)
 PACKED = EVERYTHING_ON_CPU.but(gather_format="int8")
 IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
 OPTIMIZER_IN_FILES = Movement(optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
-REST_IN_FILES = Movement(params="nvme", grads="nvme").but(tile_bytes=16 * KIB)
 SPLIT = Movement(
     params=shares(device=0.4, cpu=0.3, nvme=0.3),
     grads=shares(device=0.2, cpu=0.5, nvme=0.3),

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CheckpointError, ConfigError
 from penstock.optim import Lamb, register
-from tests.lib.engines import prepare_on
 from tests.lib.ranks import run_ranks
-from tests.lib.streams import inline, separate
+from tests.lib.streams import separate
+from tests.parity import whole
 from tests.parity.rows import Movement
 from tests.parity.whole import BATCH, Make, batches, first_model, loss_of, muon
 
@@ -67,20 +67,7 @@ State = dict[str, Tensor]
 
 
 def prepared(make: str, how: Movement, **rest: Any) -> tuple[nn.Module, penstock.Optimizer]:
-    model = deepcopy(first_model())
-    options = penstock.Options(**{"rounding": "nearest", **dict(how.options)})
-    optimizer = prepare_on(
-        rest.pop("streams", None) or inline(),
-        model,
-        MAKES[make](model),
-        stage=how.stage,
-        placement=how.placement,
-        overlap=how.overlap,
-        precision=rest.pop("precision", "fp32"),
-        options=options,
-        **rest,
-    )
-    return model, optimizer
+    return whole.prepared(how, MAKES[make], **rest)
 
 
 def step(model: nn.Module, optimizer: Any, number: int, rank: int = 0, world_size: int = 1) -> float:
