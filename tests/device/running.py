@@ -11,7 +11,6 @@ from penstock.runtime.streams import Streams
 from tests.device.building import build
 from tests.device.loading import load
 from tests.lib.ranks import run_ranks
-from tests.parity.rows import Trace
 
 
 def strict(index: int = 0) -> Streams:
@@ -22,11 +21,6 @@ def strict(index: int = 0) -> Streams:
 def late_ranks(work: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `work(rank, *args)` on two ranks that have strict devices; `prepare` finds out which is whose."""
     return run_ranks(work, 2, *args, backend="late", start=with_devices)
-
-
-def everything(trace: Trace) -> list[object]:
-    """What a run gave, to compare with another one's bit by bit."""
-    return [trace.losses, trace.norms, *(t.tolist() for values in trace.final.values() for t in values)]
 
 
 def with_devices() -> None:

@@ -2,17 +2,13 @@
 
 from tests.gpu.conftest import device, make_streams, uncompiled  # noqa: F401 - fixtures
 from tests.gpu.test_loops import (  # noqa: F401
-    test_a_block_that_is_unfrozen_trains_the_same_everywhere,
     test_a_checkpoint_goes_on_in_another_placement,
     test_a_model_that_nothing_trains_computes_the_same,
-    test_an_average_is_the_same_wherever_it_rests,
-    test_muon_is_the_same_wherever_it_rests,
     test_torchs_clipping_is_the_optimizers,
 )
 from tests.gpu.test_modes import (  # noqa: F401
     test_activations_off_the_device_change_nothing,
     test_states_go_and_come_back,
-    test_when_updates_run_changes_nothing,
 )
 from tests.gpu.test_movement import (  # noqa: F401
     test_gathered_parameters_follow_the_formula,
@@ -22,7 +18,6 @@ from tests.gpu.test_movement import (  # noqa: F401
 from tests.gpu.test_own_stream import (  # noqa: F401
     test_a_save_beside_training_holds_the_state_of_its_step,
     test_streams_may_change_from_step_to_step,
-    test_the_users_own_stream_trains_the_same,
 )
 from tests.gpu.test_pinned import (  # noqa: F401
     test_a_save_of_device_state_passes_pinned_memory,

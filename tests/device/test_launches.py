@@ -9,7 +9,8 @@ from torch import nn
 
 import penstock
 from tests.device.running import strict
-from tests.lib.engines import prepare_on
+from tests.lib.engines import prepared as lib_prepared
+from tests.lib.models import stack
 
 WIDTH, BLOCKS = 64, 4
 PARAMETERS = 2 * BLOCKS
@@ -22,13 +23,8 @@ def native() -> Any:
     return native
 
 
-def prepared(**options: Any) -> tuple[nn.Sequential, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
-    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    placement = penstock.Placement(params="device", grads="device", optimizer="device")
-    given = penstock.Options(tile_bytes=4096, **options)
-    return model, prepare_on(strict(), model, stock, precision="bf16", placement=placement, options=given)
+def prepared() -> tuple[nn.Module, penstock.Optimizer]:
+    return lib_prepared(stack(layers=BLOCKS, width=WIDTH), strict, precision="bf16")
 
 
 def backward(model: nn.Module, optimizer: penstock.Optimizer) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.runtime.streams import Streams
 from tests.lib.engines import prepare_on
+from tests.lib.models import Blocks
 
 EVERYTHING_ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -30,32 +31,14 @@ class Block(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Net(nn.Module):
-    """An input layer, repeated blocks, an output layer."""
-
-    def __init__(self, width: int = 64, depth: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.last = nn.Linear(width, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, 16] to [batch, 8]."""
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
 def is_emulated() -> bool:
     """Whether the device is that of tests/emulation: values and memory are as on a GPU, time and overlap are not."""
     return "EMULATION" in os.environ
 
 
-def build(width: int = 64, depth: int = 4) -> Net:
+def build(width: int = 64, depth: int = 4) -> Blocks:
     """The model with the same weights every time, on the cpu; every weight is a bf16 value."""
-    torch.manual_seed(0)
-    model = Net(width, depth)
+    model = Blocks(depth, width, inputs=16, outputs=8, make=Block)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
@@ -125,7 +108,7 @@ def work_a_while(device: torch.device) -> None:
         torch.ones(128, 128, device=device) @ torch.ones(128, 128, device=device)
 
 
-def slow_down(model: Net) -> None:
+def slow_down(model: Blocks) -> None:
     """Each block takes a while in both directions: whoever does not wait for it reads what was there before."""
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, output: _Late.apply(output))

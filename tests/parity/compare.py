@@ -88,21 +88,6 @@ def against_plain_run(
     yield from _snapshots(trace.final, plain.snapshot(), dict.fromkeys(("param", *STATE_NAMES), within))
 
 
-def different_bits(trace: Trace, reference: Trace, steps: int, accumulation: int) -> list[str]:
-    """What `trace`, of `steps` steps, has otherwise than the first steps of `reference`, a trace that looked."""
-    found = []
-    if trace.losses != reference.losses[: steps * accumulation]:
-        found.append("losses")
-    if trace.norms != reference.norms[:steps]:
-        found.append("norms")
-    for kind, values in trace.final.items():
-        pairs = zip(NAMES, values, reference.snapshots[steps][kind], strict=True)
-        names = [name for name, a, b in pairs if not torch.equal(a, b)]
-        if names:
-            found.append(f"{kind} of {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""))
-    return found
-
-
 def bits(trace: Trace) -> list[object]:
     """Everything that a run gave."""
     return [trace.losses, trace.norms, *(t.tolist() for values in trace.final.values() for t in values)]

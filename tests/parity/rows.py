@@ -159,23 +159,6 @@ CORE = tuple(
     for accumulation in (1, 4)
     for clip in (None, 0.5)
 )
-EXTRA = (
-    Arithmetic(precision="bf16", accumulation=4, clip=0.5, accumulation_dtype=torch.float32),
-    Arithmetic(precision="bf16", accumulation=4, clip=0.5, reduce_dtype=torch.float32),
-    Arithmetic(
-        precision="bf16", accumulation=4, clip=0.5, reduce_dtype=torch.float32, accumulation_dtype=torch.bfloat16
-    ),
-    Arithmetic(precision="bf16", clip=0.5, reduce_dtype=torch.float32, accumulation_dtype=torch.bfloat16),
-    Arithmetic(accumulation=4, clip=0.5, reduce_dtype=torch.bfloat16, accumulation_dtype=torch.float32),
-    Arithmetic(accumulation=4, no_sync=True),
-    Arithmetic(precision="bf16", accumulation=4, clip=0.5, no_sync=True),
-    Arithmetic(precision="bf16", accumulation=4, no_sync=True, accumulation_dtype=torch.float32),
-    Arithmetic(clip=0.5, reduce_op="sum"),
-    Arithmetic(optimizer="Adam"),
-    Arithmetic(precision="bf16", optimizer="Adam", accumulation=4),
-    Arithmetic(groups=True, schedule=True),
-    Arithmetic(precision="bf16", groups=True, schedule=True, accumulation=4, clip=0.5),
-)
 
 
 def changed(value: Any) -> str:
@@ -294,9 +277,9 @@ class Plain:
                 mine = [w.grad for w in self.model.parameters()]
                 if self.holds_back:
                     before = held_back[rank]
-                    mine = [g.to(what.accumulate) for g in mine]
-                    mine = mine if before is None else [b + g for b, g in zip(before, mine, strict=True)]
-                    held_back[rank] = mine
+                    if before is not None:
+                        mine = [b.float() + g.float() for b, g in zip(before, mine, strict=True)]
+                    held_back[rank] = mine = [g.to(what.accumulate) for g in mine]
                 of_ranks.append([g.to(what.reduce) for g in mine])
             if self.holds_back and micro < len(micro_batches) - 1:
                 continue

@@ -4,10 +4,10 @@ A row is compared bit by bit with the row of the same arithmetic that keeps ever
 and that one, where plain torch defines it, with plain torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,8 +24,11 @@ from penstock.tiers.host import bounce_bytes
 from tests.lib.covering import covering, named
 from tests.lib.engines import prepare_on, same_bits
 from tests.lib.memory import disks, pinning_on_cpu
+from tests.lib.models import Blocks
 from tests.lib.streams import inline, released, separate, simulated
-from tests.parity.rows import Arithmetic, Net, batches, loss_of, make_model
+from tests.parity import rows
+from tests.parity.compare import against_plain_by_step
+from tests.parity.rows import INPUTS, OUTPUTS, Arithmetic, Movement, batches, changed, loss_of
 
 KIB = 1 << 10
 STEPS = 3
@@ -49,7 +52,6 @@ PRECISIONS = {  # and masters
     "bf16": ("bf16", "remainder"),
     "bf16, master": ("bf16", "fp32"),
     "bf16 alone": ("bf16", "none"),
-    "fp16": ("fp16", "fp32"),
     "fp16, dynamic": ("fp16", "fp32"),
 }
 WHERE: dict[str, Any] = {
@@ -70,7 +72,7 @@ PINNED = {"all": None, "none": 0, "rings": bounce_bytes(4 * KIB) + 32 * KIB}  # 
 
 ARITHMETIC: dict[str, tuple[Any, ...]] = {
     "precision": tuple(PRECISIONS),
-    "rule": tuple(RULES),
+    "rule": ("AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "Lion"),  # the others keep the same kinds of states
     "states": ("fp32", "bf16", "int8"),
     "clip": ("no", "prepare", "by hand"),
     "micro-batches": (1, 2),
@@ -102,11 +104,22 @@ MOVEMENT: dict[str, tuple[Any, ...]] = {
     "average on": ("device", "cpu", "nvme"),
     "resumed": ("no", "blocking", "beside", "elsewhere", "state_dict"),
 }
+#: What plain torch defines, by fields of `Arithmetic`.
+DEFINED: dict[str, tuple[Any, ...]] = {
+    "precision": tuple(PRECISIONS[name] for name in ("fp32", "bf16", "bf16, master")),
+    "accumulation": (1, 3),
+    "clip": (None, 0.5),
+    "reduce_dtype": (None, torch.float32, torch.bfloat16),
+    "accumulation_dtype": (None, torch.float32, torch.bfloat16),
+    "no_sync": (False, True),
+    "reduce_op": ("mean", "sum"),
+    "optimizer": ("AdamW", "Adam"),
+    "groups": (False, True),
+}
+ARITHMETIC_AT_RISK = ("precision", "accumulation", "clip", "reduce_dtype", "accumulation_dtype")
 FEATURES = ARITHMETIC | MOVEMENT
 RISKY = ("streams", "params", "grads", "optimizer", "overlap", "moves", "clip")
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
-
-Fits = Callable[[Row], bool]
 
 
 def fits(row: Row) -> bool:
@@ -125,25 +138,42 @@ def fits(row: Row) -> bool:
     return not (row["ahead"] == "little" and row["persistent"])
 
 
+@cache
 def rows_of_one() -> list[dict[str, Any]]:
-    """All pairs of all features, then all triples of the risky ones, of few kinds of arithmetic."""
-    pairs = covering(FEATURES, fits=fits, draws=12)
+    """All pairs of all features, then all triples of the risky ones, of few kinds of arithmetic and on late streams."""
+    pairs = covering(FEATURES, fits=fits, draws=40)
     few = {name: values[:1] for name, values in ARITHMETIC.items()}
     few |= {"precision": ("bf16",), "clip": ("no", "prepare"), "micro-batches": (2,), "no_sync": (True,)}
-    return pairs + covering(MOVEMENT | few, risky=RISKY, fits=fits, draws=12)
+    few |= {"streams": (simulated, released), "overlap": ("none", "forward", "backward")}
+    few |= {"moves": ("no", "between steps", "in forward", "in backward")}
+    return covering({**FEATURES, **few}, risky=RISKY, fits=fits, draws=40, first=pairs)
 
 
+@cache
 def rows_of_two() -> list[dict[str, Any]]:
     """Ranks meet what they share: each rule and each form of a value is a matter of one rank."""
     fewer = {
         "rule": ("AdamW", "SGD"),
         "precision": ("fp32", "bf16", "bf16 alone", "fp16, dynamic"),
+        "clip": ("no", "prepare"),
+        "reduced in": (None, torch.float32),
+        "summed in": (None, torch.float32),
+        "streams": (separate, released),
+        "params": ("device", "cpu", "thirds"),
+        "grads": ("device", "cpu", "thirds"),
+        "optimizer": ("device", "cpu", "nvme"),
+        "overlap": ("none", "forward", "backward"),
+        "moves": ("no", "between steps", "in backward"),
         "streamed": (0.0, 0.5),
         "tile": (4 * KIB, 4 << 20),
+        "ahead": ("far", "little"),
         "files": ("one folder", "three folders"),
         "pinned": ("all", "rings"),
+        "activations": ("device", "cpu"),
+        "average on": ("device", "cpu"),
+        "resumed": ("no", "beside", "elsewhere"),
     }
-    return covering({**FEATURES, **fewer}, fits=fits, draws=12, seed=2)
+    return covering({**FEATURES, **fewer}, fits=fits, draws=100, seed=2)
 
 
 def at_home(row: Row, world_size: int = 1) -> dict[str, Any]:
@@ -170,16 +200,6 @@ def arithmetic(row: Row) -> Arithmetic:
     )
 
 
-def is_defined(row: Row) -> bool:
-    """Whether plain torch defines a row's arithmetic bit by bit, or to the last one."""
-    return (
-        row["rule"] in ("AdamW", "Adam")
-        and row["states"] == "fp32"
-        and PRECISIONS[row["precision"]][1] != "none"
-        and (not row["precision"].startswith("fp16"))
-    )
-
-
 # One row
 
 
@@ -195,8 +215,8 @@ class Training:
 
     def prepare(self, row: Row, *, grown: bool = False, shift: float = 0.0) -> None:
         """Make the engine of a row, with other first values where there is a shift."""
-        self.model = model = make_model()
-        model.recomputes = row["recomputes"]
+        self.model = model = Blocks(width=32, inputs=INPUTS, outputs=OUTPUTS)
+        model.recomputes = False if row["recomputes"] else None  # without `use_reentrant`
         if shift:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -233,7 +253,7 @@ class Training:
                 self.model.blocks[1].requires_grad_(True)
                 self.optimizer.add_param_group({"params": list(self.model.blocks[1].parameters()), "lr": 2e-3})
             self.step(step)
-        self.look("in the end")
+        self.look_at_all()
         if self.average is not None:
             with self.average.applied():
                 self.seen |= {f"average of {n}": self.optimizer.full_param(p) for n, p in self.model.named_parameters()}
@@ -281,8 +301,8 @@ class Training:
             seen[f"step {step}: loss {micro}"] = loss.item()
         if row["moves"] == "before step":
             optimizer.offload_states({"optimizer", "grad"}, ("nvme", "cpu")[step % 2], non_blocking=True)
-        if row["hands"] != "no" and step == GROWS_BEFORE:
-            self.look(f"step {step}")
+        if row["hands"] == "look" and step == GROWS_BEFORE:
+            self.look_at_each(f"step {step}")
         if row["hands"] == "set" and step == GROWS_BEFORE:
             self.set()
         if row["clip"] == "by hand":
@@ -314,16 +334,19 @@ class Training:
                 lambda _module, _inputs, made: made.register_hook(move) and None
             )
 
-    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-
-    def look(self, when: str) -> None:
-        self.seen |= {f"{when}: {name}": self.optimizer.full_param(p) for name, p in self.model.named_parameters()}
-        for name, p in self.trained():
-            names = ("step", *self.optimizer._engine.access.state_names(p))
-            if when != "in the end":
+    def look_at_each(self, when: str) -> None:
+        """Look at one tensor after the other."""
+        for name, p in self.model.named_parameters():
+            self.seen[f"{when}: {name}"] = self.optimizer.full_param(p)
+            if p.requires_grad:
                 self.seen[f"{when}: gradient of {name}"] = self.optimizer.full_grad(p)
-            self.seen |= {f"{when}: {state} of {name}": self.optimizer.full_state(p, state) for state in names}
+                states = ("step", *self.optimizer._engine.access.state_names(p))
+                self.seen |= {f"{when}: {state} of {name}": self.optimizer.full_state(p, state) for state in states}
+
+    def look_at_all(self) -> None:
+        self.seen |= {name: self.optimizer.full_param(p) for name, p in self.model.named_parameters()}
+        for number, states in self.optimizer.state_dict()["state"].items():
+            self.seen |= {f"{state} of parameter {number}": torch.as_tensor(value) for state, value in states.items()}
 
     def set(self) -> None:
         """All by hand: to values that bf16 holds in full, and some by a `gathered` of the first rank's."""
@@ -335,13 +358,12 @@ class Training:
                 continue
             optimizer.set_full_grad(p, value + number)
             for state in ("step", *optimizer._engine.access.state_names(p)):
-                is_number = optimizer.full_state(p, state).dim() == 0
+                is_number = state in ("step", "mu_product")
                 optimizer.set_full_state(p, state, torch.tensor(7.0) if is_number else value.square())
-            assert torch.equal(optimizer.full_param(p), value)
+        assert torch.equal(optimizer.full_param(p), value)
         with optimizer.gathered(modify=True), torch.no_grad():
             for p in self.model.parameters():
                 p.view(-1)[::2].mul_(0.5 if self.rank == 0 else 3.0)
-        self.look("after all was set")
 
 
 #: Where a row goes on that is resumed elsewhere.
@@ -354,7 +376,7 @@ ELSEWHERE = {
 }
 
 
-def stock(row: Row, model: Net, grown: bool) -> torch.optim.Optimizer:
+def stock(row: Row, model: nn.Module, grown: bool) -> torch.optim.Optimizer:
     """Two groups, or one, and one more for what comes later."""
     later = list(model.blocks[1].parameters()) if row["grows"] else []
     first = [p for p in model.parameters() if p.requires_grad and all(p is not other for other in later)]
@@ -410,14 +432,19 @@ def train(row: Row, rank: int = 0, world_size: int = 1, mesh: Any = None, folder
         return Training(row, rank, world_size, mesh).run(folder or Path(own, "saved"))
 
 
+def seen_at_home(row: Row, rank: int = 0, world_size: int = 1, mesh: Any = None) -> Seen:
+    """Everything that is seen of a row which moves nothing; rows that have their arithmetic in common share it."""
+    return _seen_at_home(tuple(row.items()), rank, world_size, mesh)
+
+
 @lru_cache(maxsize=256)
-def _train_at_home(row: tuple[tuple[str, Any], ...], rank: int, world_size: int, mesh: Any) -> Seen:
+def _seen_at_home(row: tuple[tuple[str, Any], ...], rank: int, world_size: int, mesh: Any) -> Seen:
     return train(dict(row), rank, world_size, mesh)
 
 
 def different(row: Row, rank: int = 0, world_size: int = 1, mesh: Any = None, folder: Path | None = None) -> list[str]:
     """What a row has otherwise than the device's row: names of the first values."""
-    home = _train_at_home(tuple(at_home(row, world_size).items()), rank, world_size, mesh)
+    home = seen_at_home(at_home(row, world_size), rank, world_size, mesh)
     found = train(row, rank, world_size, mesh, folder)
     assert found.keys() == home.keys()
     names = [name for name in found if not same(found[name], home[name])]
@@ -428,5 +455,51 @@ def same(one: Any, other: Any) -> bool:
     return same_bits(one, other) if isinstance(one, Tensor) else repr(one) == repr(other)  # NaN is itself
 
 
-def mesh_of(shape: tuple[int, ...] | None) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if shape else None
+def otherwise_on_rank(
+    rank: int,
+    rows: Sequence[Row],
+    world_size: int,
+    folder: Path,
+    shape: tuple[int, int] | None,
+    what: Arithmetic | None = None,
+) -> list[str]:
+    """What rows have otherwise than the device's row, and an arithmetic otherwise than plain torch, on a mesh."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if shape else None
+    found = [] if what is None else otherwise_than_plain(what, 3, rank, world_size, mesh)
+    for number, row in enumerate(rows):
+        found += different(row, rank, world_size, mesh, folder / str(number))
+    return found
+
+
+# Plain torch
+
+
+def arithmetics(risky: Collection[str] = ARITHMETIC_AT_RISK) -> list[Arithmetic]:
+    """What plain torch defines bit by bit, or to the last one: all pairs, and triples of the risky features."""
+
+    def fits(row: Row) -> bool:
+        if row.get("optimizer") == "Adam" and row.get("clip"):
+            return False  # whose decay cancels gradients that are clipped by a norm which is a few ulp off
+        return not (row.get("no_sync") and row.get("accumulation") == 1)
+
+    found = []
+    for row in covering(DEFINED, risky=risky, fits=fits, draws=100):
+        precision, master = row.pop("precision")
+        found.append(Arithmetic(precision=precision, master=master, schedule=row["groups"], **row))
+    return found
+
+
+def otherwise_than_plain(
+    what: Arithmetic, stage: int, rank: int = 0, world_size: int = 1, mesh: Any = None
+) -> list[str]:
+    steps = STEPS if world_size == 1 else 2
+    trace = rows.train(what, Movement(stage), look=True, rank=rank, world_size=world_size, mesh=mesh, steps=steps)
+    return [f"{changed(what)}: {message}" for message in against_plain_by_step(what, trace, rank, world_size)]
+
+
+def otherwise_than_plain_on_rank(rank: int, whats: Sequence[Arithmetic]) -> list[str]:
+    stages = [1 if what.no_sync else 3 - number % 2 for number, what in enumerate(whats)]
+    found = []
+    for what, stage in zip(whats, stages, strict=True):
+        found += otherwise_than_plain(what, stage, rank, 2)
+    return found

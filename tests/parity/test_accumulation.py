@@ -171,7 +171,8 @@ def check(
                 with pytest.raises(EngineError, match="not reduced yet"):
                     optimizer.full_grad(next(model.parameters()))
                 continue
-            for name, p, q in zip(NAMES, model.parameters(), theirs, strict=True):
+            # Each question to several ranks is some collectives: a third of the parameters after each backward there.
+            for name, p, q in [*zip(NAMES, model.parameters(), theirs, strict=True)][:: 3 if world_size > 1 else 1]:
                 if not torch.equal(optimizer.full_grad(p), q):
                     failures.append(f"{program.__name__}: {name} after backward {number}")
         optimizer.step()
@@ -192,7 +193,7 @@ def test_gradients_are_plain_torchs_after_every_backward(what: Arithmetic) -> No
 def check_rank(rank: int) -> list[str]:
     failures = []
     for stage, what in ((3, ROWS[2]), (2, ROWS[0]), (1, ROWS[2]), (0, ROWS[1])):
-        for make, how in MOVEMENTS[stage::3]:
+        for make, how in MOVEMENTS[stage::4]:
             found = check(what, make, how.but(stage), rank, 2)
             failures += [f"{make.__name__} {changed(how.but(stage))} {message}" for message in found]
     return failures

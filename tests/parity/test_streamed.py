@@ -5,13 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from penstock.config import Tier
 from penstock.engine.step.update import TileUpdate, Updater, _storages
-from penstock.runtime.simulated import SimulatedStreams
-from penstock.runtime.streams import DEVICE_UPDATE, DOWNLOAD, UPDATE, Event, Streams, Work
+from penstock.runtime.streams import DEVICE_UPDATE, UPDATE, Event, Streams, Work
 from penstock.tiers import staging
 from tests.lib.streams import SeparateStreams, separate, simulated
 from tests.parity.compare import otherwise
@@ -47,7 +45,6 @@ MOVEMENTS = (
     streamed(Movement(2, HALF, THREE_WAYS, shares(device=0.4, cpu=0.6), "none"), 0.5, update_threads=2),
     streamed(Movement(0, "cpu", "nvme", HALF), "auto", live_bytes=32 * KIB),
 )
-GROUPED = Arithmetic(precision="bf16", groups=True)
 
 
 @pytest.mark.parametrize("streams", [separate, late])
@@ -69,14 +66,6 @@ def test_stretches_of_tiles_change_no_bit(streams: Callable[[], Streams], monkey
     rows = [(streams, how) for how in (*moved, *(how.but(tile_bytes=4 * KIB) for how in (down, up, both)))]
     assert otherwise(Arithmetic(precision="bf16", accumulation=3, clip=0.5), rows, ON_DEVICE, steps=STEPS) == []
     assert all(max(counts) > 2 for counts in seen.values())
-
-
-@pytest.mark.parametrize("streams", [separate, late])
-def test_what_backward_leaves_for_the_step_is_streamed_without_a_change(streams: Callable[[], Streams]) -> None:
-    """Tiles whose unit has a parameter without gradient, and those of the device, wait for the step."""
-    how = Movement(3, "cpu", "device", shares(device=0.3, cpu=0.7), "backward")
-    rows = [(streams, streamed(how, 0.5)), (streams, streamed(IN_FILES, 0.5, tile_bytes=8 * KIB))]
-    assert otherwise(GROUPED, rows, ON_DEVICE, steps=3) == []
 
 
 class Counting(SeparateStreams):
@@ -110,20 +99,6 @@ def test_the_share_of_the_tiles_is_updated_on_the_device() -> None:
         found = counted(share)
         assert found[DEVICE_UPDATE] == int(share * tiles / 2) * 2, "of each of two steps"
         assert found[DEVICE_UPDATE] + found[UPDATE] == tiles
-
-
-def test_state_is_home_when_a_step_without_overlap_returns() -> None:
-    streams = SimulatedStreams(lambda stream, nbytes: 0.01 if stream == DOWNLOAD else 0.0)
-    how = streamed(Movement(3, "cpu", "cpu", "cpu", "none"), 1.0)
-    model, optimizer = prepared(Arithmetic(), how, streams)
-    optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
-    optimizer.step()
-    storages = [unit.trained.optimizer for unit in optimizer._engine.context.units]
-    state = [tensor for storage in storages for segment in storage.segments for tensor in segment.tensors]
-    seen = [values.clone() for values in state]
-    optimizer.synchronize()
-    assert all(map(torch.equal, seen, state))
-    optimizer.close()
 
 
 def test_what_backward_has_begun_stays_on_the_host() -> None:

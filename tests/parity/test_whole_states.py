@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CheckpointError, ConfigError
 from penstock.optim import Lamb, register
-from tests.lib.engines import prepare_on
 from tests.lib.ranks import run_ranks
-from tests.lib.streams import inline, separate
+from tests.lib.streams import separate
+from tests.parity import whole
 from tests.parity.rows import Movement
 from tests.parity.whole import BATCH, Make, batches, first_model, loss_of, muon
 
@@ -60,25 +60,14 @@ MAKES: dict[str, Make] = {
     "lamb": lambda model: Lamb([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1),
     "rows": lambda model: RowScaled([p for p in model.parameters() if p.requires_grad]),
     "muon": muon,
+    "muon of less": lambda model: muon(model, adamw=["blocks.1.q.weight"]),
+    "adamw": lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
 }
 State = dict[str, Tensor]
 
 
 def prepared(make: str, how: Movement, **rest: Any) -> tuple[nn.Module, penstock.Optimizer]:
-    model = deepcopy(first_model())
-    options = penstock.Options(**{"rounding": "nearest", **dict(how.options)})
-    optimizer = prepare_on(
-        rest.pop("streams", None) or inline(),
-        model,
-        MAKES[make](model),
-        stage=how.stage,
-        placement=how.placement,
-        overlap=how.overlap,
-        precision=rest.pop("precision", "fp32"),
-        options=options,
-        **rest,
-    )
-    return model, optimizer
+    return whole.prepared(how, MAKES[make], **rest)
 
 
 def step(model: nn.Module, optimizer: Any, number: int, rank: int = 0, world_size: int = 1) -> float:
@@ -104,6 +93,10 @@ def all_of(model: nn.Module, optimizer: penstock.Optimizer) -> State:
         number = by_number[id(dict(model.named_parameters())[name])]
         found |= {f"{name} {state}": value for state, value in states.get(number, {}).items()}
     return found
+
+
+def states_of(found: State, name: str) -> list[str]:
+    return [each.removeprefix(f"{name} ") for each in found if each.startswith(f"{name} ")]
 
 
 def different(one: State, other: State) -> list[str]:
@@ -155,19 +148,19 @@ def test_states_of_any_shape_are_given_and_taken(make: str) -> None:
     other, second = prepared(make, CPU)
     second.load_state_dict(optimizer.state_dict())
     third, by_hand = prepared(make, Movement())
-    for p, q, r in zip(model.parameters(), other.parameters(), third.parameters(), strict=True):
-        second.set_full_param(q, optimizer.full_param(p))
-        by_hand.set_full_param(r, optimizer.full_param(p))
-        if p.requires_grad:
-            number = next(n for n, x in enumerate(x for g in optimizer.param_groups for x in g["params"]) if x is p)
-            for name, value in optimizer.state_dict()["state"][number].items():
-                by_hand.set_full_state(r, name, value)
     expected = all_of(model, optimizer)
+    for (name, p), q, r in zip(model.named_parameters(), other.parameters(), third.parameters(), strict=True):
+        second.set_full_param(q, expected[name])
+        by_hand.set_full_param(r, expected[name])
+        if p.requires_grad:
+            for state in states_of(expected, name):
+                by_hand.set_full_state(r, state, expected[f"{name} {state}"])
     assert different(all_of(other, second), expected) == []
     assert different(all_of(third, by_hand), expected) == []
     step(model, optimizer, 1)
     step(other, second, 1)
-    assert different(all_of(other, second), all_of(model, optimizer)) == []
+    expected = all_of(model, optimizer)
+    assert different(all_of(other, second), expected) == []
 
     plain = deepcopy(first_model())
     before = MAKES[make](plain)
@@ -177,7 +170,7 @@ def test_states_of_any_shape_are_given_and_taken(make: str) -> None:
     for name, value in all_of(plain, went_on).items():
         if name.endswith(" step") and make in ("muon", "rows"):
             continue  # torch's class counts no steps, and neither can who takes its states over
-        torch.testing.assert_close(value, all_of(model, optimizer)[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_state_of_another_shape_is_refused_by_its_own() -> None:
@@ -222,7 +215,9 @@ def _save(rank: int, world_size: int, make: str, how: Movement, folder: str) -> 
     for number in range(2):
         step(model, optimizer, number, rank, world_size)
     optimizer.save(Path(folder, "a"))
-    return all_of(model, optimizer)
+    found = all_of(model, optimizer)
+    optimizer.close(keep_params=False)
+    return found
 
 
 def _load(rank: int, world_size: int, make: str, how: Movement, folder: str) -> State:
@@ -230,6 +225,7 @@ def _load(rank: int, world_size: int, make: str, how: Movement, folder: str) -> 
     optimizer.load(Path(folder, "a"))
     found = all_of(model, optimizer)
     step(model, optimizer, 2, rank, world_size)  # and it trains
+    optimizer.close(keep_params=False)
     return found
 
 
@@ -258,31 +254,24 @@ def test_a_count_that_adafactor_kept_in_checkpoints_before_is_read(tmp_path: Pat
     assert different(all_of(other, second), all_of(model, optimizer)) == []
 
 
-@MUON
-def test_a_checkpoint_of_another_rule_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    adamw: Make = lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])  # noqa: E731
-    MAKES["adamw"] = adamw
-    for saved, loads in (("muon", "adamw"), ("lamb", "adafactor")):
-        model, optimizer = prepared(saved, CPU)
-        step(model, optimizer, 0)
-        optimizer.save(tmp_path / saved)
-        other, second = prepared(loads, CPU)
-        before = all_of(other, second)
-        with pytest.raises(CheckpointError, match="Prepare with the optimizer that it was saved from"):
-            second.load(tmp_path / saved)
-        assert different(all_of(other, second), before) == []
-    del MAKES["adamw"]
+#: What is saved, what loads it, and what is said.
+OTHER_RULES = {
+    "of matrices, into one of elements": ("muon", "adamw", "Prepare with the optimizer that it was saved from"),
+    "of matrices, into another": ("lamb", "adafactor", "Prepare with the optimizer that it was saved from"),
+    "of a parameter": ("muon", "muon of less", r"groups|blocks\.1\.q\.weight"),
+}
 
 
 @MUON
-def test_a_parameter_that_has_changed_its_rule_is_refused_by_name(tmp_path: Path) -> None:
-    model, optimizer = prepared("muon", CPU)
+@pytest.mark.parametrize(("saves", "loads", "text"), OTHER_RULES.values(), ids=OTHER_RULES)
+def test_a_checkpoint_of_another_rule_is_refused_before_anything_changes(
+    saves: str, loads: str, text: str, tmp_path: Path
+) -> None:
+    model, optimizer = prepared(saves, CPU)
     step(model, optimizer, 0)
     optimizer.save(tmp_path / "a")
-    MAKES["other"] = lambda model: muon(model, adamw=["blocks.1.q.weight"])
-    other, second = prepared("other", CPU)
+    other, second = prepared(loads, CPU)
     before = all_of(other, second)
-    with pytest.raises(CheckpointError, match=r"groups|blocks\.1\.q\.weight"):
+    with pytest.raises(CheckpointError, match=text):
         second.load(tmp_path / "a")
     assert different(all_of(other, second), before) == []
-    del MAKES["other"]

@@ -27,7 +27,6 @@ from penstock.tiers.storage import MemoryEvents
 PACKAGE = Path(penstock.__file__).parent
 # What measures a machine, and what only notes waits, orders nothing of an engine's.
 ORDERS_NOTHING = ("runtime/", "probe/", "planner/", "ext/observe/")
-VERBS = ("wait", "synchronize", "submit", "all_of", "note_write", "note_read", "buffer_storage")
 ALL = "#all"  # of `all_of(events)`
 REST = "+"  # `all_of([event, event, *rest])`: its entries are #0, #1 and #2+, as the last of any list is
 NOTE = "#note"  # of what a home is told

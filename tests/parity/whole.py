@@ -87,6 +87,24 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 Outcome = dict[str, list[Any]]
 
 
+def prepared(
+    how: Movement, make: Make = muon, streams: Streams | None = None, precision: str = "fp32", **rest: Any
+) -> tuple[nn.Module, penstock.Optimizer]:
+    model = deepcopy(first_model())
+    optimizer = prepare_on(
+        streams or inline(),
+        model,
+        make(model),
+        stage=how.stage,
+        placement=how.placement,
+        overlap=how.overlap,
+        precision=precision,
+        options=penstock.Options(**{"rounding": "nearest", **dict(how.options)}),
+        **rest,
+    )
+    return model, optimizer
+
+
 def train(
     how: Movement,
     *,
@@ -98,25 +116,14 @@ def train(
     accumulation: int = 1,
     steps: int = STEPS,
     between: Callable[[penstock.Optimizer, int], object] = lambda optimizer, step: None,
-    initial_loss_scale: float = 65536.0,
+    initial_loss_scale: float | None = None,
     **rest: Any,
 ) -> Outcome:
     """Losses and norms of each step, and all parameters and states afterwards."""
-    model = deepcopy(first_model())
+    if initial_loss_scale is not None:
+        how = how.but(initial_loss_scale=initial_loss_scale)
     streams = streams or inline()
-    optimizer = prepare_on(
-        streams,
-        model,
-        make(model),
-        stage=how.stage,
-        placement=how.placement,
-        overlap=how.overlap,
-        precision=precision,
-        options=penstock.Options(
-            **{"rounding": "nearest", "initial_loss_scale": initial_loss_scale, **dict(how.options)}
-        ),
-        **rest,
-    )
+    model, optimizer = prepared(how, make, streams, precision, **rest)
     outcome: Outcome = {"loss": [], "norm": []}
     for step, micro_batches in enumerate(batches(world_size, accumulation, steps)):
         for ranks in micro_batches:
@@ -134,10 +141,12 @@ def train(
 def state_of(model: nn.Module, optimizer: penstock.Optimizer) -> Outcome:
     """All parameters and states."""
     found: Outcome = {name: [optimizer.full_param(p)] for name, p in model.named_parameters()}
+    states = optimizer.state_dict()["state"]
+    trained = [id(p) for group in optimizer.param_groups for p in group["params"]]
     for name, p in model.named_parameters():
         if p.requires_grad:
-            states = ("momentum_buffer",) if is_matrix(name, p) else ("exp_avg", "exp_avg_sq")
-            found[name] += [optimizer.full_state(p, state) for state in states]
+            kept = states.get(trained.index(id(p)), {})
+            found[name] += [kept[state] for state in ("momentum_buffer", "exp_avg", "exp_avg_sq") if state in kept]
     return found
 
 
