@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import ConfigError, EngineError
 from penstock.runtime.collectives import Collectives
-from penstock.runtime.control_group import ControlGroup
 from penstock.runtime.streams import FailedEvent
 from tests.lib.engines import ON_CPU, assert_same_state, loss_of, prepared, state, train
 from tests.lib.models import stack
@@ -311,12 +310,3 @@ def test_what_ranks_say_is_json() -> None:
         assert found["shared"] == [0, None, 1.5]
         assert found["in a state"] == [0, 1]
     assert json.loads(json.dumps(found)) == found
-
-
-def test_one_rank_agrees_with_itself() -> None:
-    control_group = ControlGroup()
-    assert control_group.collect("all") == ["all"]
-    with control_group.together("anything()"), nullcontext():
-        pass
-    with pytest.raises(EngineError, match="own"), control_group.together("anything()"):
-        raise EngineError("own")

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import penstock
 from penstock import Placement
 from penstock.errors import ConfigError
-from penstock.runtime.collectives import Collectives
 from tests.distributed.test_divided_parameters import CLIP, mesh_of, norm_of, prepared
 from tests.distributed.test_tensor_parallel import Model, batches, loss_of, make, parallelize, whole
 from tests.lib.engines import ON_NVME
@@ -189,49 +188,6 @@ def test_divided_parameters_join_later() -> None:
     run_ranks(_joining, 2)
 
 
-class Wide(nn.Module):
-    """A row table that ranks divide unevenly, and what they have alike."""
-
-    def __init__(self, mesh: Any, rank: int) -> None:
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        super().__init__()
-        self.table = nn.Parameter(distribute_tensor(torch.zeros(3, 40_000), mesh, [Shard(0)]))
-        self.scale, self.shift = (nn.Parameter(torch.full((8,), float(rank + more))) for more in (1, 2))
-
-
-def _together(rank: int) -> tuple[int, int, list[float]]:
-    """Count the broadcasts over `tp` of first values, and of those written by hand."""
-    sent: list[int] = []
-    send = Collectives.broadcast_alike
-
-    def counted(ranks: Collectives, tensor: Tensor) -> None:
-        sent.append(tensor.nbytes)
-        send(ranks, tensor)
-
-    mesh = mesh_of(1, 2)
-    model = nn.ModuleList(Wide(mesh["tp"], rank) for _ in range(9))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Collectives, "broadcast_alike", counted)
-        optimizer = prepared(model, mesh, {})
-        first = len(sent)
-        with optimizer.gathered(modify=True), torch.no_grad():
-            for each in model:
-                each.scale.mul_(2 + rank)
-                each.shift.fill_(rank)
-    found = [float(optimizer.full_param(p).sum()) for each in model for p in (each.scale, each.shift)]
-    optimizer.close()
-    return first, len(sent) - first, found
-
-
-def test_what_ranks_have_alike_travels_together_beside_uneven_parts() -> None:
-    for first, written, found in run_ranks(_together, 2):
-        # Of 320 kB at most on a rank, three tables are sent at once: the second rank, with 160 kB each, waits for it.
-        assert first == 3
-        assert written == 9  # a unit each
-        assert found == 9 * [8.0 * 1 * 2, 0.0]
-
-
 class Twice(nn.Module):
     """A product with a matrix, of an odd number of rows, that two dimensions of a mesh divide."""
 
@@ -253,9 +209,7 @@ def _twice(rank: int, path: str) -> None:
 
     mesh = mesh_of(1, 2, 2, names=("dp_shard", "tp", "ep"))
     x = torch.randn(3, 7, generator=torch.Generator().manual_seed(1))
-    for number, placements in enumerate(
-        [[Shard(0), Shard(0)], [Shard(1), Shard(0)], [Shard(0), Replicate()], [Replicate(), Shard(1)]]
-    ):
+    for number, placements in enumerate([[Shard(0), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Shard(1)]]):
         torch.manual_seed(3)
         expected = Twice()
         of_torch = torch.optim.AdamW(expected.parameters(), lr=1e-2)

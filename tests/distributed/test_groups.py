@@ -150,7 +150,7 @@ def destroy_first(rank: int, store: Path) -> list[str]:
 
 
 def test_groups_that_are_destroyed_before_close_end_it_with_an_error(tmp_path: Path) -> None:
-    for said in run_ranks(destroy_first, 2, tmp_path / "second", fresh=True):
+    for said in run_ranks(destroy_first, 2, tmp_path / "second"):
         for message in said:
             assert "destroy_process_group() has ended the process groups of this engine" in message
 

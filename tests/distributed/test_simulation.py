@@ -23,10 +23,9 @@ ROWS = [
     Row("net", CPU.but(stage=2), micro_batches=2),
     Row("net", NVME),
     Row("llama", CPU.but(stage=1), micro_batches=2),
-    Row("llama", Movement(stage=0)),
+    Row("net", Movement(stage=0)),
     Row("recomputed", CPU),
     Row("recomputed", Movement(stage=2, grads="cpu", optimizer="cpu").but(reduce_format="int4"), "inline"),
-    Row("net", CPU.but(gather_format="int8")),
     Row("recomputed", Movement().but(gather_format="fp8", prefetch_bytes=1 << 14), "inline"),
 ]
 

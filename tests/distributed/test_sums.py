@@ -120,13 +120,11 @@ ROWS = {
             Movement(stage=2, optimizer="cpu").but(**TILES),
             "separate",
         ),
-        Row(4, 2, "int8", how=CPU.but(prefetch_bytes=0), streams="released"),
-        Row(4, 2, "int4", how=Movement().but(**TILES), shards=2),
         Row(4, 4, "int4", Arithmetic(reduce_dtype=torch.bfloat16), Movement(stage=1, grads="cpu").but(**TILES)),
         Row(4, 2, "int8", how=Movement(grads="cpu", optimizer="cpu", overlap="backward"), streams="late"),
         Row(4, 2, "int4", how=Movement(params="nvme", grads="nvme", optimizer="nvme").but(tile_bytes=1 << 14)),
     ],
-    8: [Row(8, 2, "int4", how=CPU, streams="late")],
+    8: [Row(8, 2, "int4", how=CPU.but(prefetch_bytes=0), streams="released", shards=4)],  # copies of two nodes each
 }
 
 

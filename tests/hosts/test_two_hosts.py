@@ -32,7 +32,6 @@ GATHER, ALL_REDUCE, COPIES = 3 / 4, 3 / 2, 1.0
 PER_BLOCK = {
     "hybrid": COPIES,
     "sharded": 2 * GATHER + ALL_REDUCE,
-    "sharded, stage 2": GATHER + ALL_REDUCE,
     "copies": ALL_REDUCE,
 }
 SPEC = {"mbit": 500, "hosts": [{"name": "a", "disk_bytes": 128 * MIB}, {"name": "b", "disk_bytes": 60 * MIB}]}

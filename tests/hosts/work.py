@@ -36,13 +36,7 @@ class Row(NamedTuple):
 HYBRID = Row("hybrid", 3, copies=HOSTS)
 TINY = Row("hybrid, next to nothing", 3, copies=HOSTS, blocks=2, width=32)
 DISKS = Row("hybrid, on disks", 3, copies=HOSTS, blocks=2, width=256)
-ROWS = (
-    HYBRID,
-    Row("sharded", 3),
-    Row("sharded, stage 2", 2),
-    Row("copies", 0),
-    TINY,
-)
+ROWS = (HYBRID, Row("sharded", 3), Row("copies", 0), TINY)
 
 
 class Net(nn.Module):

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import random
-import resource
 import signal
 import sys
 import tempfile
@@ -280,8 +279,6 @@ class _Clean:
     folder: str = field(default_factory=os.getcwd)
     handlers: dict[int, Any] = field(default_factory=lambda: {n: signal.getsignal(n) for n in _handled()})
     threads: set[threading.Thread] = field(default_factory=lambda: set(threading.enumerate()))
-    limits: dict[int, tuple[int, int]] = field(default_factory=lambda: _limits())
-    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     torch_state: torch.Tensor = field(default_factory=torch.get_rng_state)
     python_state: Any = field(default_factory=random.getstate)
     numpy_state: Any = field(default_factory=numpy.random.get_state)
@@ -294,18 +291,12 @@ class _Clean:
         os.chdir(self.folder)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        sys.settrace(None)
         logging.getLogger("penstock").handlers.clear()
-        torch.set_default_dtype(self.dtype)
-        torch.set_default_device(None)
         torch.set_grad_enabled(True)
         torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(False)
-        torch.set_flush_denormal(False)
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
         numpy.random.set_state(self.numpy_state)
-        gc.enable()
 
     def note_definitions(self) -> None:
         """Note what modules define that are there by now; one that a call imports is noted before the next call."""
@@ -333,8 +324,6 @@ class _Clean:
         found += [f"changed: {each}" for each in self._changed()]
         if dist.is_initialized():
             found.append("a process group")
-        if _limits() != self.limits:
-            found.append("a limit of the process")
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             found.append("a mode of torch")
         if len(sys.modules) != modules:
@@ -356,10 +345,6 @@ class _Clean:
 
 def _handled() -> tuple[int, ...]:
     return signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2
-
-
-def _limits() -> dict[int, tuple[int, int]]:
-    return {number: resource.getrlimit(number) for number in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)}
 
 
 def _is_watched(name: str) -> bool:

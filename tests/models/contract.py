@@ -135,7 +135,11 @@ def penstock_run(
         assert not optimizer.step().skipped
         assert not any(type(p.grad) is Tensor for p in model.parameters())  # a handle has no memory
         optimizer.zero_grad()
-    trace.parameters = {n: optimizer.full_param(p) for n, p in model.named_parameters()}
+    if precision == "fp32" and world_size > 1:  # a gather for each unit, in place of broadcasts for each parameter
+        with optimizer.gathered():
+            trace.parameters = {n: p.detach().clone().float() for n, p in model.named_parameters()}
+    else:
+        trace.parameters = {n: optimizer.full_param(p) for n, p in model.named_parameters()}
     optimizer.close()
     return trace
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock
 from penstock.layout import ALIGNMENT_NUMEL
-from tests.lib.engines import prepare_on
+from tests.lib.engines import prepare_on, same_bits
 from tests.lib.memory import disks
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate
@@ -41,7 +41,7 @@ def test_streamed_from_any_tier_as_in_plain_torch(family: Family, precision: str
 
 
 def on_two_ranks(rank: int) -> None:
-    for number, (family, precision) in enumerate(zip(ADAPTERS, cycle(RELATIVE))):
+    for number, (family, precision) in enumerate(zip(ADAPTERS[::2], cycle(RELATIVE))):
         plain = plain_run(family, precision, world_size=2)
         first = None
         for stage, placement in ((number % 3, ON_CPU), (3, ON_NVME)):
@@ -70,8 +70,11 @@ def padded(parameters: list[nn.Parameter]) -> int:
     return sum(-(-p.numel() // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL for p in parameters)
 
 
-@pytest.mark.parametrize(("precision", "master", "tier"), [("fp32", 0, "nvme"), ("bf16", 2, "cpu")])
-@pytest.mark.parametrize("family", ADAPTERS, ids=str)
+@pytest.mark.parametrize(
+    ("family", "precision", "master", "tier"),
+    [(family, *how) for family, how in zip(ADAPTERS, cycle([("fp32", 0, "nvme"), ("bf16", 2, "cpu")]))],
+    ids=str,
+)
 def test_only_adapters_have_gradients_masters_and_states(
     family: Family, tier: str, precision: str, master: int
 ) -> None:
@@ -145,12 +148,6 @@ def test_values_of_another_shape_are_refused_by_name() -> None:
     optimizer.close()
 
 
-def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return ours.dtype == theirs.dtype and torch.equal(
-        ours.detach().reshape(-1).view(torch.uint8), theirs.detach().reshape(-1).view(torch.uint8)
-    )
-
-
 @pytest.mark.parametrize("family", QUANTISED, ids=str)
 def test_codes_are_read_set_moved_and_given_back_as_they_are(family: Family) -> None:
     torch.manual_seed(0)
@@ -168,12 +165,12 @@ def test_codes_are_read_set_moved_and_given_back_as_they_are(family: Family) -> 
         for p, q in frozen:
             assert torch.equal(optimizer.full_param(p), q.float())
         with optimizer.gathered():
-            assert all(same_bits(p, q) for p, q in frozen)
+            assert all(same_bits(p.detach(), q.detach()) for p, q in frozen)
         optimizer.set_full_param(frozen[0][0], frozen[4][1])
         with optimizer.gathered():
             assert torch.equal(frozen[0][0].float(), frozen[4][1].float())
         optimizer.close()
-        assert all(same_bits(p, q) for p, q in frozen[1:])
+        assert all(same_bits(p.detach(), q.detach()) for p, q in frozen[1:])
 
 
 @pytest.mark.parametrize("family", QUANTISED, ids=str)
@@ -186,7 +183,9 @@ def test_codes_are_saved_and_loaded_as_they_are(family: Family, tmp_path: Path) 
             parameter.copy_(torch.ones_like(parameter))
     resumed.load(tmp_path / "saved")
     with optimizer.gathered(), resumed.gathered():
-        assert all(same_bits(p, q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
+        assert all(
+            same_bits(p.detach(), q.detach()) for p, q in zip(other.parameters(), model.parameters(), strict=True)
+        )
     optimizer.close()
     resumed.close()
 
@@ -221,15 +220,14 @@ def peft() -> Any:
     return pytest.importorskip("peft")
 
 
-@pytest.mark.parametrize("safe", [False, True])
-def test_merge_adapter_of_peft(peft: Any, safe: bool) -> None:
+def test_merge_adapter_of_peft(peft: Any) -> None:
     torch.manual_seed(0)
     plain = PEFT.build()
     model, optimizer = prepared(PEFT)
     ids = Batch(0).ids(32, 2, 6)
-    plain.merge_adapter(safe_merge=safe)
+    plain.merge_adapter(safe_merge=True)
     with optimizer.gathered(modify=True):
-        model.merge_adapter(safe_merge=safe)
+        model.merge_adapter(safe_merge=True)
     with optimizer.gathered():
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(p, q), name

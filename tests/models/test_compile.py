@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from tests.lib.streams import inline, separate, simulated
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE, Trace, assert_close, assert_equal
 from tests.models.family import Batch
 from tests.models.modules_rows import WIDTH, Block, Stack, squared
-from tests.models.transformers_rows import t5, t5_loss
+from tests.models.transformers_rows import language_loss, llama
 
 ON_NVME = penstock.Placement(params="nvme", grads="cpu", optimizer="nvme", nvme_path=disks())
 BLOCKS = 10  # more than the compiler makes of one function before it gives up
@@ -89,6 +88,11 @@ WAYS = {"block.compile()": each_block, "torch.compile(block)": each_block_replac
 GRAPHS = {"block.compile()": 1, "torch.compile(block)": 1}
 
 
+def on_rows(count: Callable[[int], int]) -> Callable[[nn.Module, Batch], Tensor]:
+    """The loss of a batch of as many rows as its step has."""
+    return lambda model, batch: squared(model(batch.floats(count(batch.step), 8)))
+
+
 def train(
     compiled: Compile,
     *,
@@ -98,7 +102,8 @@ def train(
     checkpointed: bool = False,
     each_step: Callable[[], object] = lambda: None,
     model: Callable[[bool], nn.Module] = Deep,
-    shapes: Callable[[int], tuple[int, int]] = lambda step: (4, 8),
+    loss_of: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: squared(model(batch.floats(4, 8))),
+    steps: int = STEPS,
     **how: Any,
 ) -> Trace:
     """Three steps. `compiled_first`: before `prepare`, which then gets what the compiler returned."""
@@ -115,9 +120,9 @@ def train(
     if not compiled_first:
         called = compiled(eager)
     trace = Trace()
-    for step in range(STEPS):
+    for step in range(steps):
         torch.manual_seed(step)
-        loss = squared(called(Batch(step, rank).floats(*shapes(step))))
+        loss = loss_of(called, Batch(step, rank))
         optimizer.backward(loss)
         trace.observed.append([loss.detach().float()])
         if step == 0:
@@ -155,7 +160,7 @@ ROWS = covering(
 def test_compiled_equals_eager_bit_for_bit_and_nothing_is_compiled_twice(row: dict[str, Any]) -> None:
     streams, placement, stage = MOVEMENTS.get(row["movement"], (simulated, ACTIVATIONS_ON_CPU, 3))
     rows = 4096 if row["movement"] == "activations" else 4
-    both = {name: row[name] for name in ("precision", "checkpointed")} | {"shapes": lambda _: (rows, 8)}
+    both = {name: row[name] for name in ("precision", "checkpointed")} | {"loss_of": on_rows(lambda _: rows)}
     expected = train(partial(not_at_all, backend=None), **both)
     with compiler() as backend:
         counts: list[int] = []
@@ -175,72 +180,51 @@ def test_compiled_equals_eager_bit_for_bit_and_nothing_is_compiled_twice(row: di
             assert counts[0] < BLOCKS
 
 
-def test_a_block_is_one_graph() -> None:
-    """The modules inside of a unit leave no trace: their hooks have nothing to do there."""
-    with compiler() as backend:
-        train(partial(whole_model, backend=backend), model=lambda _: Deep())
-        blocks = [g for g in backend.graphs if sum("linear" in str(node.target) for node in g.graph.nodes) == 2]
-        assert len(blocks) == 1
+def test_a_block_is_one_graph_and_nothing_of_ours_is_compiled_by_itself() -> None:
+    """The modules inside of a unit leave no trace: their hooks have nothing to do there.
 
-
-def test_nothing_of_ours_is_compiled_by_itself() -> None:
-    """What hooks call was, once for each kind of value that it looked at: beside many blocks up to torch's limit."""
+    What hooks call was compiled once for each kind of value that it looked at: beside many blocks up to torch's limit.
+    """
     with compiler() as backend:
         torch._dynamo.utils.clear_compilation_metrics()
         train(partial(whole_model, backend=backend))
+        blocks = [g for g in backend.graphs if sum("linear" in str(node.target) for node in g.graph.nodes) == 2]
+        assert len(blocks) == 1
         files = {metrics.co_filename for metrics in torch._dynamo.utils.get_compilation_metrics()}
         assert files
         assert not [file for file in files if "penstock" in str(file).split("src")[-1]]
 
 
 def test_other_shapes_are_compiled_once_more_and_no_further() -> None:
+    growing = on_rows(lambda step: 4 + 3 * step)
     with compiler() as backend:
         counts: list[int] = []
-        trace = train(
-            partial(each_block, backend=backend),
-            shapes=lambda step: (4 + 3 * step, 8),
-            each_step=lambda: counts.append(len(backend.graphs)),
-        )
+        each_step = lambda: counts.append(len(backend.graphs))  # noqa: E731
+        trace = train(partial(each_block, backend=backend), loss_of=growing, each_step=each_step)
         assert counts == [1, 2, 2], "the second is for any number of rows"
-    assert_equal(trace, train(partial(not_at_all, backend=None), shapes=lambda step: (4 + 3 * step, 8)))
+    assert_equal(trace, train(partial(not_at_all, backend=None), loss_of=growing))
+
+
+class Tanh(Stack):
+    def __init__(self) -> None:
+        super().__init__([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
 
 
 def test_the_first_compiler_writes_code() -> None:
     """One small row of inductor: its kernels round in other places."""
-    expected = train(partial(not_at_all, backend=None), model=lambda _: NoDropout())
+    expected = train(partial(not_at_all, backend=None), model=lambda _: Tanh())
     torch._dynamo.reset()
-    trace = train(partial(each_block, backend="inductor"), model=lambda _: NoDropout())
+    trace = train(partial(each_block, backend="inductor"), model=lambda _: Tanh())
     torch._dynamo.reset()
     assert_close(trace, expected, relative=1e-5)
 
 
 def test_a_whole_transformer() -> None:
-    def run(compiled: Compile) -> Trace:
-        torch.manual_seed(0)
-        model = t5().eval()
-        optimizer = prepare_on(
-            separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
-        )
-        called, trace = compiled(model), Trace()
-        for step in range(2):
-            loss = t5_loss(called, Batch(step))
-            optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.observed.append([loss.detach()])
-        trace.parameters = {n: optimizer.full_param(p) for n, p in model.named_parameters()}
-        optimizer.close()
-        return trace
-
+    how = {"model": lambda _: llama(num_hidden_layers=1), "loss_of": language_loss, "steps": 1}
     with compiler() as backend:
-        ours = run(partial(whole_model, backend=backend))
+        trace = train(partial(whole_model, backend=backend), **how)
         assert backend.graphs
-    assert_close(ours, run(partial(not_at_all, backend=None)), relative=1e-5)
-
-
-class NoDropout(Stack):
-    def __init__(self) -> None:
-        super().__init__([Block() for _ in range(2)])
+    assert_close(trace, train(partial(not_at_all, backend=None), **how), relative=1e-5)
 
 
 class Fails(nn.Module):
@@ -256,38 +240,27 @@ class Fails(nn.Module):
 
 
 def test_a_compiled_forward_that_fails_can_be_repeated() -> None:
-    def run(compiled: Compile, fails: bool) -> Trace:
-        torch.manual_seed(0)
-        eager = Stack([Fails() for _ in range(3)])
-        optimizer = prepare_on(
-            separate(), eager, torch.optim.AdamW(eager.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
-        )
-        inner = list(eager.blocks)
-        called = compiled(eager)
-        trace = Trace()
-        for step in range(3):
-            if fails and step == 1:
-                inner[1].fails = True
-                with pytest.raises(ValueError, match="out of luck"):
-                    called(Batch(9).floats(4, 8))
-                inner[1].fails = False
-                assert optimizer._engine.gatherer.live_bytes == 0
-                assert not optimizer._engine.hooks.in_forward
-            loss = squared(called(Batch(step).floats(4, 8)))
-            optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.observed.append([loss.detach()])
-        trace.parameters = {n: optimizer.full_param(p) for n, p in eager.named_parameters()}
-        optimizer.close()
-        return trace
+    made: list[nn.Module] = []
+
+    def build(_: bool) -> nn.Module:
+        model = Stack([Fails() for _ in range(3)])
+        made[:] = model.blocks
+        return model
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        return squared(model(batch.floats(4, 8)))
+
+    def failing(model: nn.Module, batch: Batch) -> Tensor:
+        if batch.step == 1:
+            made[1].fails = True
+            with pytest.raises(ValueError, match="out of luck"):
+                loss_of(model, Batch(9))
+            made[1].fails = False
+        return loss_of(model, batch)
 
     with compiler() as backend:
-        compiled = partial(whole_model, backend=backend)
-        failed = run(compiled, True)
-    expected = run(partial(not_at_all, backend=None), False)
-    assert [t[0] for t in failed.observed] == [t[0] for t in expected.observed]
-    assert all(torch.equal(a, b) for a, b in zip(failed.parameters.values(), expected.parameters.values(), strict=True))
+        failed = train(partial(whole_model, backend=backend), model=build, loss_of=failing)
+    assert_equal(failed, train(partial(not_at_all, backend=None), model=build))
 
 
 def test_a_block_is_one_graph_after_an_interrupt() -> None:
@@ -333,12 +306,10 @@ def test_a_part_that_is_compiled_and_called_by_itself_is_gathered() -> None:
 
 
 def on_two_ranks(rank: int) -> None:
-    ways = cycle(WAYS.values())
-    for stage, placement in ((0, ON_CPU), (1, ON_DEVICE), (2, ON_CPU), (3, ON_NVME)):
-        how = {"stage": stage, "placement": placement, "rank": rank, "streams": separate}
-        expected = train(partial(not_at_all, backend=None), **how)
-        with compiler() as backend:
-            assert_equal(train(partial(next(ways), backend=backend), **how), expected)
+    how = {"stage": 3, "placement": ON_NVME, "rank": rank, "model": lambda _: Stack()}
+    expected = train(partial(not_at_all, backend=None), **how)
+    with compiler() as backend:
+        assert_equal(train(partial(whole_model, backend=backend), **how), expected)
 
 
 def test_two_ranks() -> None:

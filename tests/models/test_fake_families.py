@@ -1,7 +1,6 @@
 """A step on fake tensors is the step for real, of every family: operations, gradients, saved tensors, memory."""
 
 import resource
-import time
 from collections.abc import Callable
 
 import pytest
@@ -174,14 +173,13 @@ def test_a_large_model_costs_addresses_alone() -> None:
     model.train().gradient_checkpointing_enable()
     model = copy_model(model)
     ids = torch.zeros(8, 2048, dtype=torch.int64)
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     flops: list[int] = []
     with FakeOperations(lambda op: flops.append(op.flops)) as mode:
         model(input_ids=ids, labels=ids).loss.backward()
     numel = sum(p.numel() for p in model.parameters())
     assert numel == 8_030_261_248
     assert mode.memory.live_bytes == 2 * numel
-    assert time.process_time() - start < 15
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 256 << 20
     products = 2 * ids.numel() * (numel - 128256 * 4096)
     attention = 32 * 2 * 2 * 8 * 2048 * 2048 * 4096

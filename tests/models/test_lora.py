@@ -70,19 +70,19 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_streamed_from_any_tier(base: str, precision: str, stage: int, folder: Path) -> None:
     expected = run(folder, base, precision=precision, stage=0)
-    for placement in list(PLACEMENTS.values())[stage - 1 :]:
+    for placement in list(PLACEMENTS.values())[stage - 1 :: 2]:
         assert_same(run(folder, base, precision=precision, stage=stage, placement=placement), expected)
 
 
 def on_two_ranks(rank: int, folder: Path, base: str, precision: Any) -> dict[str, Tensor]:
     rows = [run(folder, base, rank=rank, precision=precision, stage=stage, placement=PLACEMENTS[name])
-            for stage, name in zip(range(4), ("cpu", "mixed", "nvme", "all on nvme"), strict=True)]  # fmt: skip
+            for stage, name in ((0, "cpu"), (2, "mixed"), (3, "all on nvme"))]  # fmt: skip
     for row in rows[1:]:
         assert_same(row, rows[0])
     return {name: value for name, value in rows[0][1].items() if name.startswith("first ")}
 
 
-@pytest.mark.parametrize(("base", "precision"), [("auto", "bf16"), ("int8", "fp32")])
+@pytest.mark.parametrize(("base", "precision"), [("int8", "bf16")])
 def test_two_ranks_begin_with_what_one_has(base: str, precision: str, folder: Path) -> None:
     expected = run(folder, base, precision=precision)[1]
     one, other = run_ranks(on_two_ranks, 2, folder, base, precision)

@@ -56,26 +56,25 @@ def gradients(rank: int, ranks: int, kinds: tuple[str, ...]) -> dict[str, list[t
     """Of each type, attention and kind of batch, the gradients of one rank and the sum of those of all."""
     found = {}
     for number, kind in enumerate(kinds):
-        first = "eager" if number % 2 or kind == "Gemma2ForCausalLM" else "sdpa"  # which caps its scores
-        for attention in (first,):
-            for rows in ("causal", "packed") if ranks == 2 else ("packed",):
-                model, other = tiny(kind, attention), tiny(kind, attention)
-                whole_loss(model, [batch(rows)]).backward()
-                mine = cut(batch(rows), rank, ranks)
-                labels = mine.pop("shift_labels")
-                assert labels is not None
-                with sequence_parallel(other):
-                    loss = token_mean(sum_of(other(**mine).logits, labels), (labels != -100).sum())
-                    loss.backward()
-                pairs = []
-                for (name, one), many in zip(model.named_parameters(), other.parameters(), strict=True):
-                    if one.grad is None:
-                        assert many.grad is None
-                        continue
-                    summed = torch.zeros_like(many) if many.grad is None else many.grad
-                    dist.all_reduce(summed)
-                    pairs.append((name, one.grad, summed / ranks))
-                found[f"{kind} {attention} {rows}"] = pairs
+        attention = "eager" if number % 2 or kind == "Gemma2ForCausalLM" else "sdpa"  # which caps its scores
+        rows = "causal" if number % 3 == 0 and ranks == 2 else "packed"
+        model, other = tiny(kind, attention), tiny(kind, attention)
+        whole_loss(model, [batch(rows)]).backward()
+        mine = cut(batch(rows), rank, ranks)
+        labels = mine.pop("shift_labels")
+        assert labels is not None
+        with sequence_parallel(other):
+            loss = token_mean(sum_of(other(**mine).logits, labels), (labels != -100).sum())
+            loss.backward()
+        pairs = []
+        for (name, one), many in zip(model.named_parameters(), other.parameters(), strict=True):
+            if one.grad is None:
+                assert many.grad is None
+                continue
+            summed = torch.zeros_like(many) if many.grad is None else many.grad
+            dist.all_reduce(summed)
+            pairs.append((name, one.grad, summed / ranks))
+        found[f"{kind} {attention} {rows}"] = pairs
     return found
 
 
@@ -92,12 +91,6 @@ def test_gradients_of_every_class_are_those_of_one_rank(ranks: int, kinds: tuple
                 torch.testing.assert_close(many, one, rtol=5e-6, atol=least, msg=lambda text: f"{row} {name} {text}")  # noqa: B023
 
 
-@pytest.mark.parametrize("kind", SHARED)
-def test_every_class_of_the_table_is_accepted(kind: str) -> None:
-    """Also stablelm, which calls transformers' interface and does not say so."""
-    check_shareable(tiny(kind, "eager"), 2)
-
-
 def test_attention_of_its_own_under_a_known_name_is_refused() -> None:
     model = tiny("StableLmForCausalLM", "sdpa")
     layer = model.model.layers[0]
@@ -106,17 +99,7 @@ def test_attention_of_its_own_under_a_known_name_is_refused() -> None:
         check_shareable(model, 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("gpt_oss", "GptOssForCausalLM"),
-        ("falcon_h1", "FalconH1ForCausalLM"),
-        ("bloom", "BloomForCausalLM"),
-        ("llama4_text", "Llama4ForCausalLM"),
-        ("jamba", "JambaForCausalLM"),
-        ("vit", "SimpleNamespace"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name"), [("gpt_oss", "GptOssForCausalLM"), ("vit", "SimpleNamespace")])
 def test_classes_that_are_not_known_are_refused_by_name(kind: str, name: str) -> None:
     from transformers import AutoConfig
 

@@ -75,8 +75,12 @@ def whole_loss(model: Any, rows: list[dict[str, Tensor]]) -> Tensor:
 def gradients(rank: int, ranks: int) -> dict[str, list[tuple[str, Tensor, Tensor]]]:
     """Of each row of the table, the gradients of one rank and the mean of those of all."""
     found = {}
-    for attention, chunked in (("sdpa", False), ("eager", False), ("sdpa", True)):
-        for kind in ("causal", "padded", "packed"):
+    for attention, chunked, kinds in (
+        ("sdpa", False, ("causal", "padded", "packed")),
+        ("eager", False, ("padded", "packed")),
+        ("sdpa", True, ("padded",)),
+    ):
+        for kind in kinds:
             # In fp64 the eager mask of a row that sees nothing (padding on the left) is -inf in its fp32 softmax: NaN.
             dtype = torch.float32 if attention == "eager" else torch.float64
             model, other = llama(attention, dtype), llama(attention, dtype)
@@ -153,7 +157,6 @@ def trained_on_one(data: int, most: float | None) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("shape", "params", "activations", "overlap", "recompute"),
     [
-        ((1, 2), "nvme", "device", "none", False),
         ((2, 2), "cpu", "cpu", "forward", True),
         ((1, 2), "cpu", "cpu", "backward", True),
         ((1, 4), "device", "nvme", "auto", False),
@@ -185,21 +188,12 @@ def how_of(params: str, activations: str, overlap: str, most: float | None, fold
     return {"placement": placement, "overlap": overlap, "max_grad_norm": most}
 
 
-@pytest.mark.parametrize(
-    ("precision", "cp", "params", "activations", "overlap"),
-    [
-        ("bf16", 2, "nvme", "cpu", "forward"),
-        ("fp16", 2, "cpu", "device", "none"),
-    ],
-)
-def test_training_in_half_precision_is_that_of_one_rank_to_rounding(
-    precision: str, cp: int, params: str, activations: str, overlap: str, tmp_path: Any
-) -> None:
-    how = how_of(params, activations, overlap, None if overlap == "backward" else 0.5, tmp_path)
-    how |= {"precision": precision, "options": penstock.Options(initial_loss_scale=256.0)}
+def test_training_in_half_precision_is_that_of_one_rank_to_rounding(tmp_path: Any) -> None:
+    how = how_of("nvme", "cpu", "forward", 0.5, tmp_path)
+    how |= {"precision": "fp16", "options": penstock.Options(initial_loss_scale=256.0)}
     start = dict(llama("sdpa").named_parameters())
     (expected,) = run_ranks(train, 1, 1, (1, 1), how, False)
-    for found in run_ranks(train, cp, cp, (1, cp), how, False):
+    for found in run_ranks(train, 2, 2, (1, 2), how, False):
         for name, values in expected.items():
             made, wanted = found[name] - start[name], values - start[name]
             # A few roundings of what is summed in another order, beside the largest change of the parameter.

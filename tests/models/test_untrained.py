@@ -60,7 +60,6 @@ PLACEMENTS = {
     "device": penstock.Placement(),
     "cpu": penstock.Placement(params="cpu"),
     "nvme": penstock.Placement(params="nvme", **DISKS),
-    "device and cpu": penstock.Placement(params={"device": 0.4, "cpu": 0.6}),
     "everywhere": penstock.Placement(params={"device": 0.3, "cpu": 0.3, "nvme": 0.4}, **DISKS),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,9 +101,8 @@ def assert_as_plain(name: str, precision: str, streams: Any, placement: str, sta
 
 @pytest.mark.parametrize(("name", "precision"), list(zip(MODELS, cycle(("bf16", "fp32")))))
 def test_a_forward_is_the_plain_model_s_wherever_parameters_rest(name: str, precision: str) -> None:
-    for streams, placement in zip(cycle((separate, inline)), (*PLACEMENTS, "device"), strict=False):
+    for streams, placement in ((inline, "device"), (separate, "cpu"), (inline, "nvme"), (simulated, "everywhere")):
         assert_as_plain(name, precision, streams, placement)
-    assert_as_plain(name, precision, simulated, "everywhere")
 
 
 def on_two_ranks(rank: int) -> None:
@@ -113,9 +111,9 @@ def on_two_ranks(rank: int) -> None:
 
 
 ON_TWO_RANKS = [
-    *(("llama", "bf16", placement, 3) for placement in PLACEMENTS),
+    *(("llama", "bf16", placement, 3) for placement in ("device", "nvme")),
     *(("stack", "fp32", placement, stage) for stage, placement in enumerate(("device", "cpu", "everywhere"))),
-    *((name, "fp32", "everywhere", 3) for name in ("batch norm", "t5", "int8", "float8")),
+    *((name, "fp32", "everywhere", 3) for name in ("batch norm", "int8")),
 ]
 
 
@@ -149,27 +147,6 @@ def test_the_handle_may_be_dropped() -> None:
     assert engine() is None
 
 
-def test_a_loss_in_fp16_goes_through_it_with_the_scale_of_the_policy() -> None:
-    runs = []
-    for alone in (True, False):
-        judged = Judged()
-        adamw = torch.optim.AdamW(judged.policy.parameters(), lr=1e-2, eps=1e-2)
-        handles = [prepare_on(separate(), judged.policy, adamw, precision="fp16")]
-        for model in (judged.reference, judged.reward):
-            if alone:
-                model.half().requires_grad_(False)
-            else:
-                handles.append(prepared(model, precision="fp16"))
-        for step in range(3):
-            handles[0].backward(judged.loss(Batch(step, dtype=torch.float16).floats(4, 8)))
-            assert not handles[0].step().skipped
-            handles[0].zero_grad()
-        runs.append([handles[0].full_param(p) for p in judged.policy.parameters()])
-        for handle in handles:
-            handle.close()
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
 # Bytes
 
 
@@ -181,8 +158,7 @@ def padded(model: nn.Module) -> int:
 SHARED = {"grads": "cpu", "optimizer": {"cpu": 0.5, "device": 0.5}}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+@pytest.mark.parametrize(("tier", "precision"), [("device", "bf16"), ("cpu", "fp32"), ("nvme", "bf16")])
 def test_parameters_are_all_there_is(tier: str, precision: str, tmp_path: Path) -> None:
     model = Stack()
     placement = penstock.Placement(params=tier, nvme_path=tmp_path, **SHARED)
@@ -198,14 +174,13 @@ def test_parameters_are_all_there_is(tier: str, precision: str, tmp_path: Path) 
         master="fp32",
     )
     expected = padded(model) * DTYPES[precision].itemsize
-    for _ in range(2):
-        report = optimizer.locations()
-        kinds = {row.kind for row in report.rows}
-        assert kinds - {"staging"} == {"param"}
-        assert report.bytes(kind="param", tier=tier) == report.bytes(kind="param") == expected
-        assert ("staging" in kinds) == (tier == "nvme"), "files come through a ring; nothing else has one"
-        assert_table_agrees(optimizer)
-        model(torch.ones(1, 8))
+    model(torch.ones(1, 8))
+    report = optimizer.locations()
+    kinds = {row.kind for row in report.rows}
+    assert kinds - {"staging"} == {"param"}
+    assert report.bytes(kind="param", tier=tier) == report.bytes(kind="param") == expected
+    assert ("staging" in kinds) == (tier == "nvme"), "files come through a ring; nothing else has one"
+    assert_table_agrees(optimizer)
     engine = optimizer._engine
     assert engine.context.pool.threads == 1
     assert engine.reducer.buffers.nbytes == 0
@@ -216,24 +191,19 @@ def test_parameters_are_all_there_is(tier: str, precision: str, tmp_path: Path) 
     assert threading.active_count() == threads
 
 
-def rows_on_rank(rank: int, stage: int) -> int:
-    model = Stack()
-    optimizer = prepared(model, precision="bf16", stage=stage)
-    report = optimizer.locations()
-    assert {row.kind for row in report.rows} == {"param"}
-    nbytes = report.bytes()
-    optimizer.close()
-    return nbytes
+def bytes_by_stage(rank: int) -> bool:
+    whole, found = 2 * padded(Stack()), []
+    for stage in range(4):
+        optimizer = prepared(Stack(), precision="bf16", stage=stage)
+        report = optimizer.locations()
+        assert {row.kind for row in report.rows} == {"param"}
+        found.append(report.bytes())
+        optimizer.close()
+    return found[:3] == [whole] * 3 and whole / 2 <= found[3] <= whole / 2 + 2 * 4 * ALIGNMENT_NUMEL
 
 
 def test_ranks_have_a_shard_each_at_stage_3_and_all_of_them_else() -> None:
     assert run_ranks(bytes_by_stage, 2) == [True, True]
-
-
-def bytes_by_stage(rank: int) -> bool:
-    whole = 2 * padded(Stack())
-    found = [rows_on_rank(rank, stage) for stage in range(4)]
-    return found[:3] == [whole] * 3 and whole / 2 <= found[3] <= whole / 2 + 2 * 4 * ALIGNMENT_NUMEL
 
 
 # Gradients
@@ -253,8 +223,7 @@ def test_every_parameter_is_frozen_until_close() -> None:
     assert model.first.weight.grad is not None
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("streams", [inline, separate, simulated], ids=["in place", "gathered", "late"])
+@pytest.mark.parametrize(("streams", "precision"), [(inline, "bf16"), (separate, "fp32"), (simulated, "fp16")])
 def test_a_backward_goes_through_it_to_its_inputs(streams: Any, precision: str) -> None:
     """In fp16 as well, without a loss scale, and whatever is said about updates."""
     torch.manual_seed(0)
@@ -304,22 +273,30 @@ class Judged(nn.Module):
         return squared(answer - reference - 1) - self.reward(answer).float().mean()
 
 
-def train_beside(rank: int, placement: str, stage: int) -> None:
-    """A policy in training beside a reference and a reward model: plain models beside it give the same bits."""
+def train_beside(rank: int, placement: str, stage: int, precision: str) -> None:
+    """A policy in training beside a reference and a reward model: plain models beside it give the same bits.
+
+    In fp16 the loss goes through them with the scale of the policy.
+    """
     runs = []
     for alone in (True, False):
         judged = Judged()
         adamw = torch.optim.AdamW(judged.policy.parameters(), lr=1e-2, eps=1e-2)
-        shared = {"placement": PLACEMENTS[placement], "stage": stage, "precision": "fp32"}
-        policy = prepare_on(separate(), judged.policy, adamw, **shared)
-        others = [] if alone else [prepared(m, separate, **shared) for m in (judged.reference, judged.reward)]
+        shared = {"placement": PLACEMENTS[placement], "stage": stage, "precision": precision}
+        options = penstock.Options(initial_loss_scale=256.0)
+        policy, others = prepare_on(separate(), judged.policy, adamw, options=options, **shared), []
+        for model in (judged.reference, judged.reward):
+            if alone:
+                model.to(DTYPES[precision]).requires_grad_(False)
+            else:
+                others.append(prepared(model, separate, **shared))
         losses = []
         for step in range(3):
             for micro in range(2):
-                loss = judged.loss(Batch(10 * step + micro, rank).floats(4, 8))
+                loss = judged.loss(Batch(10 * step + micro, rank, DTYPES[precision]).floats(4, 8))
                 policy.backward(loss)
                 losses.append(loss.detach())
-            policy.step()
+            assert not policy.step().skipped
             for optimizer in (policy, *others):
                 optimizer.zero_grad()
         losses += [policy.full_param(p) for p in judged.policy.parameters()]
@@ -330,8 +307,8 @@ def train_beside(rank: int, placement: str, stage: int) -> None:
 
 
 def beside_on_rank(rank: int) -> None:
-    for placement, stage in (("cpu", 3), ("everywhere", 2)):
-        train_beside(rank, placement, stage)
+    for placement, stage, precision in (("cpu", 3, "fp32"), ("everywhere", 2, "fp16")):
+        train_beside(rank, placement, stage, precision)
 
 
 def test_a_policy_trains_beside_its_reference_and_reward_models() -> None:
