@@ -195,7 +195,3 @@ def test_modules_that_pages_use_are_there_after_the_import_of_the_package() -> N
     names = ("integrations", "losses", "optim", "parallel", "planner", "ring", "footprint")
     done = subprocess.run([sys.executable, "-c", LOOKS, *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_importing_the_package_alone_does_not_wait_for_torch() -> None:
-    assert "torch" not in imported_by("import penstock")
