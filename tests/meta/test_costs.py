@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.costs import DEAREST, FILE_SECONDS, Meter, cpu_seconds, report, work_seconds
+from tests.costs import DEAREST, FILE_SECONDS, Meter, report
 
 
 def test_the_dearest_files_and_those_above_their_line_are_named() -> None:
@@ -23,10 +23,3 @@ def test_a_run_far_above_its_lines_passes() -> None:
     meter.costs["unit/test_small.py"] = 1e6
     meter.pytest_sessionfinish(session)  # type: ignore[arg-type]
     assert session.exitstatus == pytest.ExitCode.OK
-
-
-def test_seconds_are_of_the_processor() -> None:
-    before = cpu_seconds()
-    while work_seconds() and cpu_seconds() < before + 0.05:
-        pass
-    assert cpu_seconds() >= before + 0.05

@@ -47,17 +47,15 @@ def settings_of(made: Path, rows: str, model: str = "marked", **changes: Any) ->
     return COMMON | files | changes
 
 
-# name: rows, settings of TRL, placement
 ONE_BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
 
-
+# name: rows, settings of TRL, placement
 ROWS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "texts, split between tiers, decayed": ("texts", {"weight_decay": 0.3}, MIXED),
     "completions on the cpu": ("completions", {}, CPU),
     "chats on nvme, cut": ("chats", ASSISTANT | {"max_length": 60}, NVME),
     "completions of chats": ("chat completions", {}, DEVICE),
     "packed": ("texts", {"packing": True, "max_length": 64}, CPU),
-    "packed chats on nvme": ("chats", ASSISTANT | {"packing": True}, NVME),
     "wrapped": ("texts", {"packing": True, "packing_strategy": "wrapped", "max_length": 48}, CPU),
     # What dropout draws depends on the shape of a batch, which packed rows have as rows here, and flattened in TRL.
     "adapters on nvme, packed": (
@@ -129,8 +127,13 @@ PLACED: dict[str, tuple[str, str, Mapping[str, Any], Mapping[str, Any], Mapping[
         {"rule": "lion", "options": {"state_dtype": "int8"}},
         {"params": "cpu", "stage": 0},
     ),
-    "adapters with dropout": ("marked", "chats", ASSISTANT | LORA | {"lora_dropout": 0.1}, {}, MIXED | {"stage": 1}),
-    "adapters over 8 bits": ("tied", "chats", ASSISTANT | LORA, {"base": "int8"}, NVME),
+    "adapters with dropout over 8 bits": (
+        "tied",
+        "chats",
+        ASSISTANT | LORA | {"lora_dropout": 0.1},
+        {"base": "int8"},
+        NVME | {"stage": 1},
+    ),
 }
 
 
@@ -156,7 +159,6 @@ def both(rank: int, settings: dict[str, Any], placement: dict[str, Any], folder:
     return found, theirs(settings, folder / "theirs")
 
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 RANKS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "packed adapters on nvme": ("chats", ASSISTANT | LORA | {"packing": True, "lora_dropout": 0.0}, NVME),
     "completions at stage 1, evaluated": (
