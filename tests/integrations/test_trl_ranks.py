@@ -1,9 +1,9 @@
 """TRL's trainers on Penstock at two ranks, beside TRL's own on as many, which average by DistributedDataParallel."""
 
-import functools
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ ROWS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
 }
 
 
+#: Of other data each rank of TRL's looks for those words in a cache of its own: this row's data are in files.
+PRECOMPUTED = "dpo of a policy that is its own reference"
+
+
 def both(rank: int, folder: Path) -> Any:
     """Run ours and theirs of all rows in the same processes: most of a rank's time is its start."""
     os.environ["CI"] = "1"  # else TRL tells its makers
@@ -30,29 +34,18 @@ def both(rank: int, folder: Path) -> Any:
     for row, (name, prepare, options, _) in ROWS.items():
         ours = cases.run(name, prepare | placed(prepare), folder, **options)
         outcomes[row] = ours, cases.run(name, None, folder, **options)
-    return outcomes
-
-
-def precomputing(rank: int, folder: Path) -> Any:
-    """Run both over data in files: of other data each rank of TRL's looks for those words in a cache of its own."""
-    os.environ["CI"] = "1"
-    outcomes = []
-    for prepare in (CPU, None):
-        rows = functools.partial(load_from_disk, str(folder / ("ours" if prepare else "theirs")))
-        outcomes.append(cases.run("dpo", prepare, folder, data=rows, precompute_ref_log_probs=True))
+    kept = [partial(load_from_disk, str(folder / "rows" / whose)) for whose in ("ours", "theirs")]
+    outcomes[PRECOMPUTED] = tuple(
+        cases.run("dpo", prepare, folder, data=rows, precompute_ref_log_probs=True)
+        for prepare, rows in zip((CPU, None), kept, strict=True)
+    )
     return outcomes
 
 
 def test_as_in_trl(tmp_path: Path) -> None:
     cases.folder_of(cases.causal(), tmp_path / "model")
+    for name in ("ours", "theirs"):
+        cases.preferences().save_to_disk(str(tmp_path / "rows" / name))
     for outcomes in run_ranks(both, 2, tmp_path, timeout=timedelta(minutes=5), fresh=True):
         for row, (ours, theirs) in outcomes.items():
-            cases.same(ours, theirs, ROWS[row][-1])
-
-
-def test_a_policy_that_is_its_own_reference(tmp_path: Path) -> None:
-    cases.folder_of(cases.causal(), tmp_path / "model")
-    for name in ("ours", "theirs"):
-        cases.preferences().save_to_disk(str(tmp_path / name))
-    for ours, theirs in run_ranks(precomputing, 2, tmp_path, fresh=True):
-        cases.same(ours, theirs, 1e-6)
+            cases.same(ours, theirs, ROWS[row][-1] if row in ROWS else 1e-6)

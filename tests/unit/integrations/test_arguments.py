@@ -10,6 +10,8 @@ from torch import nn
 import penstock
 from penstock.errors import ConfigError
 from penstock.integrations.arguments import ByClassName, argument_names, prepare_arguments
+from penstock.integrations.transformers.settings import check_arguments
+from tests.lib.plans import plan
 
 FILE = """{
   "stage": 2,
@@ -85,3 +87,11 @@ def test_every_argument_of_prepare_is_known() -> None:
 def test_mistakes_are_named(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare_arguments(given)
+
+
+def test_a_plan_whose_updates_begin_in_backward_is_refused() -> None:
+    """As the same choice by hand is: Trainer asks for norms before each step."""
+    check_arguments({"placement": "auto", "plan": plan()})
+    check_arguments({"placement": "auto", "plan": "plan.json"})
+    with pytest.raises(ConfigError, match=r"updates would have begun\. Plan again with overlap='forward'\.$"):
+        check_arguments({"placement": "auto", "plan": plan(overlap="backward")})

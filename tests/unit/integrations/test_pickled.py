@@ -125,7 +125,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(value=PLAIN, protocol=st.integers(3, 5))
 def test_plain_values_are_those_of_pickle(value: Any, protocol: int) -> None:
     """Also where a value is twice in another."""
