@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -306,9 +307,56 @@ def test_prompts_that_are_answered_together_stay_as_many(caplog: pytest.LogCaptu
 
 #: Libraries of trackers, with what callbacks of transformers ask of them. `opened` lists the runs that were. Others
 #: read the environment by themselves: a callback of the name stands for them.
-def library(name: str, patch: pytest.MonkeyPatch) -> tuple[list[str | None], dict[str, Any]]:
+LIBRARIES = {
+    "swanlab.py": """
+import os
+run, opened, config = None, [], {}
+class Run:
+    def __init__(self, id):
+        self.id = id
+def get_run():
+    return run
+def init(project=None, experiment_name=None, id=None, resume=None):
+    global run
+    opened.append(id)
+    assert id is None or resume == "allow"
+    run = Run(id or "new1")
+def log(values, step=None):
+    pass
+""",
+    "trackio/__init__.py": """
+from types import SimpleNamespace
+from contextvars import ContextVar
+__version__ = "0.20.0"
+opened = []
+class Config(dict):
+    def update(self, values, allow_val_change=None):
+        super().update(values)
+config = Config()
+context_vars = SimpleNamespace(**{n: ContextVar(n, default=None) for n in (
+    "current_run", "current_project", "current_space_id")})
+def init(project, name=None, space_id=None, resume="never", private=None, bucket_id=None):
+    opened.append(name)
+    assert resume == "allow"
+    context_vars.current_run.set(SimpleNamespace(name=name or "new1"))
+def log(values):
+    pass
+def finish():
+    pass
+""",
+}
+
+
+def forget(name: str) -> None:
+    for module in [known for known in sys.modules if known.partition(".")[0] == name]:
+        del sys.modules[module]
+
+
+def library(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[list[str | None], dict[str, Any]]:
     """A tracker's library as a new process finds it: the runs that it opens, and what a trainer is given for it."""
-    patch.delitem(sys.modules, name, raising=False)
+    forget(name)
+    if name in ("swanlab", "trackio"):
+        return import_module(name).opened, {"report_to": [name]}
     opened: list[str | None] = []
     variable, callback = f"{name.upper()}_RUN_ID", {"wandb": "WandbCallback", "mlflow": "MLflowCallback"}[name]
     assert "MLFLOW_MAX_LOG_PARAMS" in inspect.getsource(integration_utils.MLflowCallback)  # else it logs some anew
@@ -323,10 +371,16 @@ def library(name: str, patch: pytest.MonkeyPatch) -> tuple[list[str | None], dic
     return opened, {"given": {"callbacks": [kind()]}}
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
 def test_a_resumed_run_is_the_same_run_of_a_tracker(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file, text in LIBRARIES.items():
+        path = tmp_path / "libraries" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "libraries")
+
     def train(out: str, resume: str | None) -> Any:
-        opened, given = library(name, monkeypatch)  # each run is a process of its own
+        opened, given = library(name, tmp_path, monkeypatch)  # each run is a process of its own
         ours = our_trainer(tmp_path / out, resume_from_checkpoint=resume, **SAVED, **given)
         environment = dict(os.environ)
         ours.train(resume_from_checkpoint=resume)
@@ -340,6 +394,7 @@ def test_a_resumed_run_is_the_same_run_of_a_tracker(name: str, tmp_path: Path, m
     if name == "wandb":
         monkeypatch.setenv("WANDB_RUN_ID", "mine")
         assert train("out", checkpoint) == ["mine"]
+    forget(name)
 
 
 def test_a_resumed_run_writes_into_the_same_folder_of_tensorboard(

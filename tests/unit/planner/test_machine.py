@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +75,21 @@ HERE = {"cpu": "x", "cores": 2, "device": "cpu"}
 ON_CUDA = HERE | {"device": "cuda", "devices": 1, "device_name": "Other"}
 H100 = ON_CUDA | {"device_name": "NVIDIA H100 80GB HBM3"}
 COLD = "a sum; 1 run, then the time was up"
+
+
+def test_a_probe_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(**arguments: Any) -> tuple[Any, ...]:
+        asked.update(arguments)
+        return {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, HERE
+
+    module = types.ModuleType("penstock.probe.measure")
+    module.measure = measure  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "penstock.probe.measure", module)
+    made = Machine.probe(folders=(tmp_path, "/tmp"), seconds=5)
+    assert made == Machine("x, 2 cores", "cpu", {"disk_read": Rate(7e9, 6e9, 8e9, "three times")}, HERE, True)
+    assert asked == {"folders": [tmp_path, "/tmp"], "seconds": 5}
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,29 @@ def test_parameters_off_the_device_have_only_the_compute_of_their_own_to_hide_be
 
 
 ON_CPU, STATE_ON_CPU, ALL = on("cpu", "cpu", "cpu"), on("device", "cpu", "cpu"), on("device", "device", "device")
+ONE_MEMORY = Limits({"cpu": 1000, "nvme": 1000}, shared=True)
+#: Other steps, at a placement within limits, and their seconds.
+OTHERS: dict[str, tuple[dict[str, Any], torch.Tensor, Limits, float]] = {
+    # Uploads are after the first forward.
+    "micro-batches gather anew and send again": ({"micro_batches": 3, "reductions": 3}, ON_CPU, ROOMY, 260 / 20 + 10),
+    "what rings keep is not read again": (
+        {"kept_bytes": 40, "busy": {"backward": {"compute": 100.0}}},
+        on("device", "device", "nvme"),
+        ROOMY,
+        15 + 100,
+    ),
+    "updates hide behind nothing": ({"overlap": "none"}, STATE_ON_CPU, ROOMY, 1 + 13 + 2),
+    "updates hide behind forward": ({"overlap": "forward"}, STATE_ON_CPU, ROOMY, 13 + 2),
+    "updates hide behind both": ({"overlap": "backward"}, STATE_ON_CPU, ROOMY, 13),
+    "in one memory nothing is copied": ({"one_memory": True}, ALL, ONE_MEMORY, 1.26 + 2),
+    "and files are read": ({"one_memory": True}, on("nvme", "device", "device"), ONE_MEMORY, 5 + 5),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_busy_times_of_other_steps(name: str) -> None:
+    changes, point, limits, seconds = OTHERS[name]
+    assert busy_s(point, replace(SMALL, **changes), limits) == pytest.approx(seconds)
 
 
 def test_bytes_of_every_way_of_a_streamed_tile() -> None:
@@ -109,6 +132,13 @@ def test_bytes_of_every_way_of_a_streamed_tile() -> None:
     busy, work = Placements(SMALL, ROOMY, (0.0, 1.0)).seconds(point)
     assert float(busy) == pytest.approx((100 + 20 + 20 + 20) / 10 + 2)
     assert float(work) == 0.0  # no rate says what all work is
+
+
+def test_tiles_of_mixed_cuts_are_where_the_cuts_put_them() -> None:
+    """A quarter of all tiles has its parameters on the device and its state on the host: only there are shadows."""
+    point = torch.tensor([[0.5, 1.0, 0.5, 1.0, 0.25, 1.0, 0.0]], dtype=torch.float64)
+    peak = Placements(SMALL, ROOMY).peak(point, torch.zeros(3))[0].tolist()
+    assert peak == [10 + 10 + 25, 10 + 10 + 75 + 5, 0]
 
 
 # The search, with simulations that are arithmetic: what the formula does not know is some bytes, and a longer step.

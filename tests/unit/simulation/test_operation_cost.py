@@ -81,6 +81,13 @@ def test_attention_with_grouped_queries_costs_what_its_heads_of_queries_cost() -
     assert backward(h(2, 8, 16, 32), query, key, value, out_val=None) == 2 * scores * (3 * 64 + 2 * 32)
 
 
+def test_groups_of_rows_cost_what_all_rows_cost() -> None:
+    rows, weights = h(24, 16).requires_grad_(), h(3, 16, 8).requires_grad_()
+    ends = torch.tensor([8, 12, 24], dtype=torch.int32)
+    ops = ops_of(lambda: nn.functional.grouped_mm(rows, weights, offs=ends).sum().backward())
+    assert [op.flops for op in ops if "grouped_mm" in op.name] == [2 * 24 * 16 * 8] * 3
+
+
 def test_equal_operations_are_one_kind_and_have_one_example() -> None:
     seen: list[Op] = []
     x = h(4, 4)
