@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
 
 import penstock
 from penstock.engine.forward_backward import saved_tensors
@@ -23,34 +23,24 @@ from tests.accounts import assert_table_agrees
 from tests.lib.engines import prepared as prepare
 from tests.lib.engines import sgd
 from tests.lib.memory import pinning_on_cpu
-from tests.lib.models import batch_of, seeded
+from tests.lib.models import Block, Blocks, batch_of, seeded
 from tests.lib.streams import inline, separate, simulated, until_waited_for
 
 WIDTH, ROWS, BLOCKS = 64, 32, 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
+class Dropping(Block):
+    """With dropout, and an activation whose memory is in another order than its elements."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(
-            self.down(torch.nn.functional.gelu(self.up(x)).transpose(0, 1).contiguous().transpose(0, 1))
-        )
+        hidden = F.gelu(self.up(self.norm(x))).transpose(0, 1).contiguous().transpose(0, 1)
+        return x + F.dropout(self.down(hidden), 0.1)
 
 
-class Net(nn.Module):
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
+def net(reentrant: bool | None = None) -> Blocks:
+    model = Blocks(BLOCKS, WIDTH, make=Dropping, recomputes=reentrant)
+    model.first = model.last = nn.Identity()
+    return model
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +49,14 @@ def small_ones_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation, "STEP_BYTES", 0)  # as many slabs as there can be
 
 
-def prepared(streams: Streams, tier: str | None, disk: Path, reentrant: bool | None) -> tuple[Net, penstock.Optimizer]:
+def prepared(
+    streams: Streams, tier: str | None, disk: Path, reentrant: bool | None
+) -> tuple[Blocks, penstock.Optimizer]:
     torch.manual_seed(0)  # of the dropout, too
-    return prepare(Net(reentrant), streams, params="cpu", activations=tier, nvme_path=disk)
+    return prepare(net(reentrant), streams, params="cpu", activations=tier, nvme_path=disk)
 
 
-def loss_of(model: Net, seed: int, rows: int = ROWS) -> Tensor:
+def loss_of(model: Blocks, seed: int, rows: int = ROWS) -> Tensor:
     return (
         model(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()).square().mean()
     )
@@ -258,7 +250,7 @@ def test_memory_is_pinned_in_a_few_steps_within_its_budget_and_all_of_it_goes(
     for budget in budgets:
         torch.manual_seed(0)
         most = None if budget is None else budget + (32 << 10)
-        model, optimizer = prepare(Net(None), simulated, activations="cpu", pinned_bytes=most, overlap="none")
+        model, optimizer = prepare(net(), simulated, activations="cpu", pinned_bytes=most, overlap="none")
         store = optimizer._engine.context.store
         reserve = store.reserve
         monkeypatch.setattr(store, "reserve", lambda *a, r=reserve, **k: reserved.append(1) or r(*a, **k))
@@ -349,7 +341,7 @@ class Noting(SimulatedStreams):
 def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:
     """Those that came back ahead of a backward that fails are read late, when the next forward takes their homes."""
     # Nothing else goes up, which would be waited for.
-    model, optimizer = prepare(Net(None), Noting(), stock=sgd, activations="cpu")
+    model, optimizer = prepare(net(), Noting(), stock=sgd, activations="cpu")
     streams = optimizer._engine.context.streams
 
     def fail(grad: Tensor) -> None:

@@ -305,15 +305,6 @@ def test_an_export_is_the_same_in_every_mode(tmp_path: Path) -> None:
             assert (tmp_path / mode / file.name).read_bytes() == file.read_bytes(), mode
 
 
-def test_gradients_pass_the_cast_of_inputs() -> None:
-    model, optimizer = prepared(nn.Linear(4, 1), precision="bf16")
-    x = torch.ones(2, 4, requires_grad=True)
-    model(x).sum().backward()
-    weight = optimizer.full_param(model.weight).to(torch.bfloat16).float()
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, weight.expand(2, 4), rtol=0, atol=0)
-
-
 def test_the_block_of_gathered_and_a_closed_border_are_the_users(tmp_path: Path) -> None:
     run = Run(separate, tmp_path, directly, ON_CPU)
 

@@ -18,7 +18,6 @@ from penstock.runtime.streams import Streams
 from tests.accounts import tensor_bytes
 from tests.lib.engines import ON_CPU, prepared
 from tests.lib.models import Block, seeded
-from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.models.modules_rows import WIDTH as PART_WIDTH
 from tests.models.modules_rows import Block as Residual
@@ -221,10 +220,10 @@ def adam(part: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(part.parameters(), lr=lr, eps=1e-2, foreach=False)
 
 
-def together(model: nn.Module, optimizers: Sequence[Any], rank: int, backward: Callable[[Tensor, Any], None]) -> None:
+def together(model: nn.Module, optimizers: Sequence[Any], backward: Callable[[Tensor, Any], None]) -> None:
     """One loss of both parts; every other step moves the encoder alone."""
     for step in range(TURNS):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         backward(squared(model(x) - x), optimizers[step % 2])
         optimizers[0].step()
         optimizers[0].zero_grad()
@@ -233,13 +232,11 @@ def together(model: nn.Module, optimizers: Sequence[Any], rank: int, backward: C
             optimizers[1].zero_grad()
 
 
-def adversaries(
-    model: nn.Module, optimizers: Sequence[Any], rank: int, backward: Callable[[Tensor, Any], None]
-) -> None:
+def adversaries(model: nn.Module, optimizers: Sequence[Any], backward: Callable[[Tensor, Any], None]) -> None:
     """The second part judges what the first one makes; each has a turn."""
     maker, judge = optimizers
     for step in range(TURNS):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         made = model.encoder(x)
         judge.zero_grad()
         backward(squared(model.decoder(made.detach()) - 1), judge)
@@ -253,13 +250,13 @@ def adversaries(
 WAYS = {"together": together, "adversaries": adversaries}
 
 
-def prepared_run(way: str, streams: Callable[[], Any], rank: int = 0, **how: Any) -> dict[str, Tensor]:
+def prepared_run(way: str, streams: Callable[[], Any], **how: Any) -> dict[str, Tensor]:
     model = seeded(Both)
     optimizers = [
         prepared(part, streams, stock=lambda _, part=part, lr=lr: adam(part, lr), **how)[1]
         for part, lr in ((model.encoder, 1e-2), (model.decoder, 3e-3))
     ]
-    WAYS[way](model, optimizers, rank, lambda loss, optimizer: optimizer.backward(loss))
+    WAYS[way](model, optimizers, lambda loss, optimizer: optimizer.backward(loss))
     found = {}
     for part, optimizer in zip(("encoder", "decoder"), optimizers, strict=True):
         for name, parameter in model.get_submodule(part).named_parameters():
@@ -269,25 +266,9 @@ def prepared_run(way: str, streams: Callable[[], Any], rank: int = 0, **how: Any
     return found
 
 
-class Averaged:
-    """A torch optimizer whose gradients are averaged over ranks, before each step."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.zero_grad = optimizer.zero_grad
-
-    def step(self) -> None:
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                torch.distributed.all_reduce(parameter.grad)
-                parameter.grad /= 2
-        self.optimizer.step()
-
-
-def plain_run(way: str, rank: int = 0, *, ranks: bool = False) -> dict[str, Tensor]:
+def plain_run(way: str) -> dict[str, Tensor]:
     model = seeded(Both)
-    made: list[Any] = [adam(model.encoder, 1e-2), adam(model.decoder, 3e-3)]
-    WAYS[way](model, [Averaged(o) for o in made] if ranks else made, rank, lambda loss, _: loss.backward())
+    WAYS[way](model, [adam(model.encoder, 1e-2), adam(model.decoder, 3e-3)], lambda loss, _: loss.backward())
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -304,18 +285,6 @@ def test_parts_of_one_model_train_as_with_two_torch_optimizers(way: str) -> None
     for streams, how in ((separate, ON_CPU), (simulated, {**ON_CPU, "overlap": "forward"})):
         other = prepared_run(way, streams, **how)
         assert all(torch.equal(other[name], value) for name, value in first.items())
-
-
-def on_two_ranks(rank: int) -> None:
-    for way in WAYS:
-        first = prepared_run(way, inline, rank)
-        assert_close(first, plain_run(way, rank, ranks=True))
-        other = prepared_run(way, lambda: simulated(rank), rank, **ON_CPU, overlap="forward")
-        assert all(torch.equal(other[name], value) for name, value in first.items())
-
-
-def test_two_ranks() -> None:
-    run_ranks(on_two_ranks, 2)
 
 
 def test_what_two_would_own_is_named() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.unit.first_values import broadcast_alike, copies_of_first_rank, packs
+from penstock.engine.unit.first_values import broadcast_alike, copies_of_first_rank
 from penstock.errors import CheckpointError, ConfigError, EngineError
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
@@ -290,22 +290,6 @@ class FirstRank:
 
     def broadcast_alike(self, tensor: Tensor) -> None:
         self.broadcast(tensor)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "groups"),
-    [
-        ([], []),
-        ([0], [1]),
-        ([MIB, 1, MIB], [1, 1, 1]),
-        ([3 * MIB, 1, 1, MIB - 2, 1], [1, 3, 1]),
-        ([10] * 1000, [1000]),
-    ],
-)
-def test_few_bytes_go_together_and_many_alone(sizes: list[int], groups: list[int]) -> None:
-    found = list(packs(sizes))
-    assert [len(group) for group in found] == groups
-    assert [number for group in found for number in group] == list(range(len(sizes)))
 
 
 def test_values_of_any_dtype_are_copied_in_order() -> None:

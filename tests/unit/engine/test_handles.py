@@ -17,9 +17,10 @@ from penstock.engine.gradients.proxy import GradientProxy
 from penstock.errors import ConfigError, EngineError
 from penstock.runtime.streams import Streams
 from tests.lib.covering import covering, named
+from tests.lib.engines import loss_of as loss_of_batch
 from tests.lib.engines import prepared as prepare
 from tests.lib.engines import sgd
-from tests.lib.models import seeded, stack
+from tests.lib.models import odd_sizes, seeded, stack
 from tests.lib.streams import inline, separate
 
 WIDTH = 24
@@ -64,10 +65,14 @@ def assert_same_gradients(ours: nn.Module, optimizer: penstock.Optimizer, theirs
 
 @pytest.mark.parametrize(
     "row",
-    covering({"norm_type": [2.0, math.inf, 1.0, 3.0], "foreach": [None, True, False], "where": list(EVERYWHERE)}),
+    covering(
+        {"norm_type": [2.0, math.inf, 1.0, 3.0], "clips": ["handle", None, True, False], "where": list(EVERYWHERE)}
+    ),
     ids=named,
 )
-def test_torchs_clip_grad_norm_clips_as_on_the_plain_model(row: Any) -> None:
+def test_torchs_clip_grad_norm_and_the_handles_clip_as_on_the_plain_model(row: Any) -> None:
+    """Torch's with each `foreach`."""
+    norm_type, clips = row["norm_type"], row["clips"]
     streams, storages = EVERYWHERE[row["where"]]
     model, optimizer = prepared(streams, **storages)
     reference, stock = plain()
@@ -76,8 +81,11 @@ def test_torchs_clip_grad_norm_clips_as_on_the_plain_model(row: Any) -> None:
         for net in (model, reference):
             for loss in (loss_of(net, seed), loss_of(net, seed + 10)):
                 loss.backward()
-            parameters = net.parameters()
-            norms.append(clip_grad_norm_(parameters, 0.5, row["norm_type"], True, foreach=row["foreach"]))
+            if net is model and clips == "handle":
+                norms.append(optimizer.clip_grad_norm_(0.5, norm_type))
+            else:
+                foreach = None if clips == "handle" else clips
+                norms.append(clip_grad_norm_(net.parameters(), 0.5, norm_type, True, foreach=foreach))
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
         assert_same_gradients(model, optimizer, reference)
         step(optimizer, stock)
@@ -200,26 +208,15 @@ def test_forwards_and_autograd_grad_leave_them() -> None:
     assert torch.equal(get_total_norm([p.grad for p in model.parameters()]), norm)
 
 
-class Penalised(nn.Module):
-    """The loss reads a parameter that no forward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(WIDTH, WIDTH)
-        self.alone = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_parameter_that_the_loss_reads_gets_each_gradient_once(create_graph: bool) -> None:
-    model, optimizer = prepared(inline, model=Penalised())
-    model(torch.ones(1, WIDTH)).sum().backward()
+    """And no forward does."""
+    model, optimizer = prepared(inline, model=odd_sizes())
+    loss_of_batch(model).backward()
     for count in range(1, 4):
-        (model.alone * torch.arange(WIDTH)).sum().backward(create_graph=create_graph)
-        assert torch.equal(optimizer.full_grad(model.alone), count * torch.arange(WIDTH).float())
-        assert type(model.alone.grad) is GradientProxy
+        (model.unused * torch.arange(3)).sum().backward(create_graph=create_graph)
+        assert torch.equal(optimizer.full_grad(model.unused), count * torch.arange(3).float())
+        assert type(model.unused.grad) is GradientProxy
 
 
 def test_they_go_with_a_backward_that_fails() -> None:
@@ -369,27 +366,6 @@ def test_anything_else_is_refused_by_name() -> None:
 
 # The handle's own clip_grad_norm_
 
-NORMS = [2.0, 1.0, 3.0, math.inf]
-
-
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_it_is_torchs(norm_type: float) -> None:
-    reference = stack(width=WIDTH)
-    stock = sgd(reference.parameters())
-    model, optimizer = prepared(grads={"device": 0.5, "cpu": 0.5})
-    for seed in range(2):
-        loss_of(reference, seed).backward()
-        optimizer.backward(loss_of(model, seed))
-    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5, norm_type)
-    found = optimizer.clip_grad_norm_(0.5, norm_type)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(optimizer.full_grad(p), q.grad, rtol=1e-5, atol=1e-8)
-    stock.step()
-    optimizer.step()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(optimizer.full_param(p), q.detach(), rtol=1e-6, atol=1e-7)
-
 
 def test_torchs_word_for_the_greatest_is_read_too() -> None:
     model, optimizer = prepared()
@@ -399,22 +375,6 @@ def test_torchs_word_for_the_greatest_is_read_too() -> None:
     for wrong in ("largest", None, "-inf"):
         with pytest.raises(ConfigError, match=r"clip_grad_norm_\(norm_type="):
             optimizer.clip_grad_norm_(0.5, norm_type=wrong)
-
-
-def test_it_is_the_same_as_prepares() -> None:
-    def run(clip: float | None, by_hand: bool) -> list[Tensor]:
-        model, optimizer = prepared(max_grad_norm=clip)
-        for seed in range(3):
-            optimizer.backward(loss_of(model, seed))
-            if by_hand:
-                optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        found = [optimizer.full_param(p) for p in model.parameters()]
-        optimizer.close()
-        return found
-
-    assert all(torch.equal(a, b) for a, b in zip(run(0.5, False), run(None, True), strict=True))
 
 
 def test_a_norm_below_the_limit_changes_nothing_and_the_next_step_starts_anew() -> None:

@@ -441,20 +441,6 @@ def test_a_copy_is_a_plain_model(name: str, streams: Any) -> None:
     assert torch.isfinite(COPIES[name](model)(x)).all()
 
 
-def test_averaged_model_inside_gathered() -> None:
-    model, optimizer = stepped_stack(precision="fp32")
-    with optimizer.gathered():
-        average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-        average.update_parameters(model)
-        first = [p.clone() for p in model.parameters()]
-    step(model, optimizer)
-    with optimizer.gathered():
-        average.update_parameters(model)
-        second = [p.clone() for p in model.parameters()]
-    for p, a, b in zip(average.module.parameters(), first, second, strict=True):
-        torch.testing.assert_close(p.detach(), (a + b) / 2)
-
-
 def test_hooks_and_attributes_of_people_are_copied() -> None:
     model = Stack()
     model.last.register_forward_hook(double)
@@ -487,14 +473,3 @@ def test_a_parameter_is_copied_where_it_is_there(name: str) -> None:
     prepared(other, inline)[1].close()
     optimizer.close()
     assert not vars(model.last.weight)
-
-
-def test_a_shallow_copy_is_another_name_for_the_same_model() -> None:
-    model, optimizer = stepped_stack(precision="fp32")
-    reference, other = stepped_stack(precision="fp32")
-    alias = copy.copy(model)
-    for _ in range(2):
-        step(alias, optimizer)
-        step(reference, other)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(optimizer.full_param(p), other.full_param(q))

@@ -58,7 +58,7 @@ class InTurn(SimulatedStreams):
         self.added += 1
 
         def late() -> Any:
-            if number + 1 < len(self.down) and not self.down[number + 1].wait(2):
+            if number + 1 < len(self.down) and not self.down[number + 1].wait(60):
                 self.waited_in_vain.append(number)
             return work()
 

@@ -17,7 +17,6 @@ from torch import nn
 
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.runtime.host_memory import return_free_memory
-from tests.accounts import allocations
 from tests.lib.engines import ON_CPU, prepared, train
 from tests.lib.models import stack
 from tests.lib.streams import STREAMS, inline, separate
@@ -73,22 +72,6 @@ def test_gathered_memory_is_in_the_report_while_it_is_held_and_not_longer() -> N
     train(model, optimizer)
     assert seen == [2 * padded_numel(model[1])]
     assert optimizer.locations().bytes(kind="gathered") == 0
-
-
-def test_a_closed_engine_is_garbage() -> None:
-    gc.collect()
-    model, optimizer = prepared(stack, **ON_CPU)
-    train(model, optimizer)
-    slabs = {arena._allocation.data_ptr() for arena in allocations(optimizer)}
-    assert slabs <= {t.untyped_storage().data_ptr() for t in live_tensors()}
-    optimizer.close()
-    gc.collect()
-    assert not slabs & {t.untyped_storage().data_ptr() for t in live_tensors()}
-
-
-def live_tensors() -> list[torch.Tensor]:
-    found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
-    return [tensor for tensor in found if tensor.layout is torch.strided]
 
 
 # The process. It runs alone, since memory that others free or keep would be counted.

@@ -297,20 +297,6 @@ def test_a_backward_that_fails_ends_the_optimizer_only_after_updates_have_begun(
 # Gradients that are not finite
 
 
-@pytest.mark.parametrize("streams", KIND_OF_STREAMS)
-def test_a_loss_that_is_not_finite_is_skipped_whole(streams: str) -> None:
-    """Also where the updates of the step before are late: what was updated then says nothing about this step."""
-
-    def run(model: nn.Module, optimizer: penstock.Optimizer) -> None:
-        for number, factor in enumerate((1.0, float("nan"), 1.0)):
-            backward(model, optimizer, number, factor)
-            assert optimizer.step().skipped == (factor != factor)
-            optimizer.zero_grad()
-
-    how = {"streams": KIND_OF_STREAMS[streams]}
-    assert_same_state(leaves(run, **how), leaves(run, overlap="none", **how))
-
-
 def poison(grad: Tensor) -> Tensor:
     return torch.full_like(grad, float("nan"))
 

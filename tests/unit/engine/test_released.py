@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.engine.unit.unit import UnitState
-from tests.lib.engines import ON_CPU, adamw, assert_same_state, prepared, state, train
+from tests.lib.engines import ON_CPU, adamw, assert_same_state, loss_of, prepared, state, train
+from tests.lib.models import Blocks
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import STREAMS, is_released
 
@@ -300,26 +301,6 @@ def test_a_users_saved_tensor_hook_that_uses_numpy() -> None:
         optimizer.zero_grad()
 
 
-def test_a_written_activation_is_refused_as_in_torch() -> None:
-    """Torch compares versions of what autograd saved only where there are no hooks."""
-    model = stack()
-    optimizer = ready(model)
-
-    def write(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        squared = output.square()  # saves it
-        output.data.mul_(1)  # not counted
-        output.add_(1)
-        return squared
-
-    handle = model[0][0].register_forward_hook(write)
-    loss = model(torch.randn(2, WIDTH)).sum()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        optimizer.backward(loss)
-    handle.remove()
-    optimizer.zero_grad()
-    optimizer.backward(model(torch.randn(2, WIDTH)).sum())
-
-
 def test_close_inside_gathered() -> None:
     model = stack()
     values = copy.deepcopy(model.state_dict())
@@ -365,19 +346,6 @@ def test_functorch_works_where_parameters_are_read_in_place() -> None:
 # Reads outside of the module's own forward
 
 
-class ReadsChild(nn.Module):
-    """A parent that reads its children's weights, before and after they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = x @ self.linear.weight
-        return self.norm(self.linear(x)) + before * self.norm.weight
-
-
 class Bias(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -387,38 +355,26 @@ class Bias(nn.Module):
         return self.bias
 
 
-class TakesBias(nn.Module):
-    """Uses the parameter that a submodule returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.returns = Bias()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = self.returns()
-        return (self.linear(x) * bias).square() + bias
-
-
-class Method(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
+class Method(nn.Linear):
     def run(self, x: Tensor) -> Tensor:
         return (x @ self.weight).tanh()
 
 
-class CallsMethod(nn.Module):
-    """A method that is not `forward`."""
+class Reads(nn.Module):
+    """Reads its children's weights, before and after they run, and one that a child returns; calls no `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.method = Method()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.returns = Bias()
+        self.method = Method(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.method.run(x))
+        before = x @ self.linear.weight
+        x = self.norm(self.linear(x)) + before * self.norm.weight
+        bias = self.returns()
+        return self.method.run((x * bias).square() + bias)
 
 
 class CallsForward(nn.Module):
@@ -426,7 +382,7 @@ class CallsForward(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([ReadsChild() for _ in range(3)])
+        self.blocks = nn.ModuleList([Reads() for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
         for each in self.blocks:
@@ -434,12 +390,7 @@ class CallsForward(nn.Module):
         return x
 
 
-READS = {
-    ReadsChild: (nn.Linear, nn.LayerNorm),
-    TakesBias: (Bias, nn.Linear),
-    CallsMethod: (Method,),
-    CallsForward: None,
-}
+READS = {Reads: (nn.Linear, nn.LayerNorm, Bias), CallsForward: None}
 
 
 @pytest.mark.parametrize(
@@ -473,30 +424,18 @@ def test_parameters_that_are_read_outside_of_their_modules_forward(
     assert all(type(module._parameters) is dict for module in model.modules())
 
 
-class NeverCalled(nn.Module):
-    """Reads weights where no forward of the model runs: in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.run_ones = nn.ModuleList([block(), block()])
-        self.others = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for each in self.run_ones:
-            x = each(x)
-        return x
-
-
 def test_a_unit_that_was_never_announced_is_named() -> None:
-    model = NeverCalled()
+    model = Blocks()
+    model.order = [0]
     optimizer = ready(model)
     # `vmap` reads the parameter past its class; all else is refused when it is read (`test_reads.py`).
-    read = torch.vmap(lambda row: row.square().sum())(model.others[1].weight)
-    loss = model(torch.randn(2, WIDTH)).sum() + read.sum()
-    with pytest.raises(penstock.EngineError, match=r"'others\.1\.weight' got a gradient.*unit 'others\.1'.*gathered"):
-        optimizer.backward(loss)
+    read = torch.vmap(lambda row: row.square().sum())(model.blocks[1].up.weight)
+    with pytest.raises(
+        penstock.EngineError, match=r"'blocks\.1\.up.weight' got a gradient.*unit 'blocks\.1'.*gathered"
+    ):
+        optimizer.backward(loss_of(model) + read.sum())
     optimizer.zero_grad()
-    optimizer.backward(model(torch.randn(2, WIDTH)).sum())
+    optimizer.backward(loss_of(model))
     assert not optimizer.step().skipped
 
 

@@ -212,15 +212,20 @@ def test_close_gives_everything_back_wherever_it_is(make: Callable[[], Streams],
             optimizer.offload_states(to=to)
             train(model, optimizer)
             optimizer.reload_states(non_blocking=True)
-            optimizer.offload_states({"optimizer"}, to, non_blocking=last)
+            optimizer.offload_states({"optimizer"}, to, keep=True, non_blocking=last)
+            optimizer.reload_states()
+            optimizer.offload_states({"grad"}, to, keep=True)
+            assert optimizer.locations().bytes(kind="kept", tier=to) > 0
             optimizer.close()
             assert torch.isfinite(next(model.parameters())).all()
 
     all_of_it()
     gc.collect()
     threads, descriptors, held = threading.active_count(), len(os.listdir("/proc/self/fd")), tensor_bytes()
+    mappings = len(Path("/proc/self/maps").read_text().splitlines())
     all_of_it()
     gc.collect()
+    assert len(Path("/proc/self/maps").read_text().splitlines()) < mappings + 20
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert tensor_bytes() == held
@@ -300,7 +305,6 @@ def test_moves_inside_forward_and_backward(row: dict[str, Any], tmp_path: Path) 
 GATHERED = {
     "make": BACK_ENDS,
     "precision": ("fp32", "bf16"),
-    "fails": (False, True),
     "before": (None, "cpu", "nvme"),
     "inside": (None, "cpu", "nvme"),
 }
@@ -312,10 +316,9 @@ def test_moves_while_parameters_are_gathered(row: dict[str, Any], tmp_path: Path
     model, optimizer = moving(row["make"], tmp_path, precision=row["precision"])
     for each in ((expected, other), (model, optimizer)):
         train(*each)
-    if not row["fails"]:
-        with other.gathered(modify=True), torch.no_grad():
-            expected.first.weight.add_(1)
-            expected.blocks[1].down.weight.mul_(2)
+    with other.gathered(modify=True), torch.no_grad():
+        expected.first.weight.add_(1)
+        expected.blocks[1].down.weight.mul_(2)
 
     def move(to: str | None) -> None:
         if to is None:
@@ -324,16 +327,10 @@ def test_moves_while_parameters_are_gathered(row: dict[str, Any], tmp_path: Path
             optimizer.offload_states(to=to, non_blocking=True)
 
     move(row["before"])
-    with (
-        pytest.raises(KeyError) if row["fails"] else optimizer.gathered(),
-        optimizer.gathered(modify=True),
-        torch.no_grad(),
-    ):
+    with optimizer.gathered(), optimizer.gathered(modify=True), torch.no_grad():
         model.first.weight.add_(1)
         move(row["inside"])
         model.blocks[1].down.weight.mul_(2)
-        if row["fails"]:
-            raise KeyError
     assert_same_state(state(model, optimizer), state(expected, other))
     assert train(model, optimizer, first=5) == train(expected, other, first=5)
 
@@ -537,24 +534,6 @@ def test_what_a_rank_has_no_memory_for_no_rank_moves() -> None:
     run_ranks(check_full_host_of_a_rank, 2)
 
 
-def test_engines_take_turns_on_one_device(tmp_path: Path) -> None:
-    """While one trains, the other holds nothing on the device."""
-    both = [moving(separate, tmp_path), moving(separate, tmp_path)]
-    alone = moving(separate, tmp_path)
-    both[1][1].offload_states(to="nvme")
-    for seed in range(3):
-        for turn in (0, 1):
-            model, optimizer = both[turn]
-            other = both[1 - turn][1]
-            other.offload_states(to="cpu" if seed else "nvme")
-            optimizer.reload_states()
-            train(model, optimizer, first=seed)
-            assert other.locations().bytes(tier="device") == 0
-        train(*alone, first=seed)
-    for model, optimizer in both:
-        assert_same_state(state(model, optimizer), state(*alone))
-
-
 def test_updates_behind_a_move_that_is_not_waited_for_do_not_wait_for_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -675,24 +654,3 @@ def test_what_is_kept_goes_where_something_else_has_no_room(monkeypatch: pytest.
         with pytest.raises(MemoryBudgetError, match="too few"):
             optimizer.offload_states({"optimizer"}, keep=True)
     assert_same_state(state(model, optimizer), before)
-
-
-def test_close_gives_back_what_is_kept(tmp_path: Path) -> None:
-    def all_of_it() -> None:
-        model, optimizer = moving(separate, tmp_path, stack(8, 64, 64, 8))
-        train(model, optimizer)
-        for to in ("cpu", "nvme"):
-            optimizer.offload_states(to=to, keep=True)
-            optimizer.reload_states()
-        assert all(optimizer.locations().bytes(kind="kept", tier=to) > 0 for to in ("cpu", "nvme"))
-        optimizer.close()
-
-    all_of_it()
-    gc.collect()
-    descriptors, mappings = len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())
-    for _ in range(3):
-        all_of_it()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert len(Path("/proc/self/maps").read_text().splitlines()) < mappings + 20
-    assert list(tmp_path.iterdir()) == []

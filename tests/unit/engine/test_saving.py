@@ -127,11 +127,13 @@ def offload(model: Blocks, optimizer: penstock.Optimizer) -> None:
     optimizer.reload_states()
 
 
+#: What is done with a model and its handle; each in a folder that has an earlier checkpoint.
 CHANGES: dict[str, Callable[[Blocks, penstock.Optimizer], Any]] = {
     "parameter": lambda m, o: o.set_full_param(m.first.weight, torch.zeros(m.first.weight.shape)),
     "state": lambda m, o: o.set_full_state(m.first.weight, "exp_avg", torch.zeros(m.first.weight.shape)),
     "gathered": write_gathered,
     "offload": offload,
+    "load": lambda m, o: o.load(Path.cwd() / "earlier"),
     "load_state_dict": lambda m, o: o.load_state_dict({**o.state_dict(), "state": {}}),
     "close": lambda m, o: o.close(),
 }
@@ -140,8 +142,16 @@ CHANGES: dict[str, Callable[[Blocks, penstock.Optimizer], Any]] = {
 @pytest.mark.parametrize(
     ("change", "where"), [*((change, "cpu") for change in CHANGES), ("offload", "device"), ("gathered", "device")]
 )
-def test_a_change_waits_until_everything_is_copied(change: str, where: str, gate: Gate, tmp_path: Path) -> None:
+def test_a_change_waits_until_everything_is_copied(
+    change: str, where: str, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     model, optimizer = after_steps(params=where, grads=where, optimizer=where)
+    gate.opened.set()
+    optimizer.save(tmp_path / "earlier")
+    gate.opened.clear()
+    gate.reached.clear()
+    train(model, optimizer, first=1)
     before = state(model, optimizer)
     optimizer.save(tmp_path / "a", blocking=False)
     assert gate.reached.wait(60)
@@ -497,20 +507,3 @@ def test_what_cannot_be_saved_is_refused_by_name(row: Refusal, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     refused_unchanged(row)
     assert names(tmp_path) == []
-
-
-def test_going_on_after_a_load_beside_a_save(gate: Gate, tmp_path: Path) -> None:
-    """A load writes what is being saved: it waits, too."""
-    model, optimizer = after_steps(2)
-    gate.opened.set()
-    optimizer.save(tmp_path / "a")
-    losses = train(model, optimizer, 2, first=2)
-    final = state(model, optimizer)
-    gate.opened.clear()
-    optimizer.save(tmp_path / "b", blocking=False)
-    threading.Thread(target=lambda: (until_waited_for(), gate.opened.set()), daemon=True).start()
-    optimizer.load(tmp_path / "a")
-    assert train(model, optimizer, 2, first=2) == losses
-    assert_same_state(state(model, optimizer), final)
-    optimizer.close()
-    assert_same_state(loaded(tmp_path / "b"), final)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import ConfigError
 from penstock.runtime.streams import Streams
 from tests.lib.engines import loss_of as mean_square
 from tests.lib.engines import prepared
@@ -193,28 +192,6 @@ def test_a_gradient_set_by_hand_is_the_gradient(verb: str) -> None:
     assert optimizer.step().grad_norm == SMALL
     torch.testing.assert_close(optimizer.full_param(model[0].weight), before[0] - 0.1)
     assert torch.equal(optimizer.full_param(model[0].bias), before[1])
-
-
-def test_gradients_of_autograd_grad_are_taken_too() -> None:
-    model, optimizer = half_frozen()
-    optimizer.backward(mean_square(model))
-    with optimizer.gathered():
-        (grad,) = torch.autograd.grad(mean_square(model), [model[0].bias])
-    model[0].bias.grad = 2 * grad
-    assert torch.equal(optimizer.full_grad(model[0].bias), 2 * grad)
-    optimizer.zero_grad()
-    assert model[0].bias.grad is None
-    assert optimizer.step().grad_norm == 0
-
-
-def test_what_no_gradient_can_be_is_refused_by_name() -> None:
-    model, optimizer = half_frozen()
-    optimizer.backward(mean_square(model))
-    model[0].weight.grad = torch.eye(SMALL).to_sparse()
-    with pytest.raises(ConfigError, match=r"'0\.weight' is sparse"):
-        optimizer.step()
-    model[0].weight.grad = None
-    assert not optimizer.step().skipped
 
 
 @pytest.mark.parametrize("through_the_model", [False, True])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import penstock
 from penstock.config import STAGING, Tier
@@ -28,30 +28,6 @@ def tiles(count: int, beside: Tier = Tier.CPU) -> list[TileUpdate]:
     run = UpdateRun(0, 1000, step_scalars=None)  # type: ignore[arg-type]
     divisible = beside is Tier.CPU
     return [TileUpdate(None, n, beside, [run], 1.0, DONE, divisible=divisible) for n in range(count)]  # type: ignore[arg-type]
-
-
-def one(_: TileUpdate) -> int:
-    return 1
-
-
-def divided(share: float, count: int) -> str:
-    mixed = tiles(count)
-    UpdateSharing(share, separate(), one).divide(mixed)
-    return "".join("d" if tile.streamed else "h" for tile in mixed)
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"),
-    [(0.0, "hhhhhhhh"), (0.25, "hhhdhhhd"), (0.5, "hdhdhdhd"), (0.75, "hdddhddd"), (1.0, "dddddddd")],
-)
-def test_the_sides_are_mixed_evenly(share: float, expected: str) -> None:
-    assert divided(share, 8) == expected
-
-
-def test_tiles_of_the_device_itself_are_not_streamed() -> None:
-    own = tiles(4, Tier.DEVICE)
-    UpdateSharing(1.0, separate(), one).divide(own)
-    assert not any(tile.streamed for tile in own)
 
 
 class Side(Clock):
@@ -103,36 +79,16 @@ class TimedStreams(SeparateStreams):
         return super().submit(stream, timed if stream in (UPDATE, DEVICE_UPDATE) else work, **rest)
 
 
-def run(sharing: UpdateSharing, sides: Sides, count: int, patch: pytest.MonkeyPatch) -> list[TileUpdate]:
-    """A step of so many tiles."""
-    sides.begin(patch)
-    mixed = sharing.divide(tiles(count))
-    for tile in mixed:
+def test_a_side_without_tiles_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = Sides(1.0, 1.0)
+    sharing = UpdateSharing("auto", TimedStreams(sides), lambda _: 1)
+    before = sharing.share
+    for _ in range(STEPS):
+        sides.begin(monkeypatch)
+        (tile,) = sharing.divide(tiles(1))
         sides.take(streamed=tile.streamed)
         if tile.then is not None:
             tile.then()
-    return mixed
-
-
-def test_the_measured_share_lets_both_sides_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = Sides(2.0, 1.0)
-    sharing = UpdateSharing("auto", TimedStreams(sides), one)
-    for _ in range(STEPS + 1):
-        run(sharing, sides, 40, monkeypatch)
-    assert sharing.share == pytest.approx(2 / 3)
-    sides.host_seconds = 20.0
-    for _ in range(2):
-        mixed = run(sharing, sides, 40, monkeypatch)
-        assert all(tile.then is None for tile in mixed), "it is not measured any more"
-    assert sharing.share == pytest.approx(2 / 3)
-
-
-def test_a_side_without_tiles_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = Sides(1.0, 1.0)
-    sharing = UpdateSharing("auto", TimedStreams(sides), one)
-    before = sharing.share
-    for _ in range(STEPS):
-        run(sharing, sides, 1, monkeypatch)
     assert sharing.share == before
 
 
@@ -203,16 +159,24 @@ def stretched(share: float, count: int, at_once: int, beside: Tier = Tier.CPU) -
 
 
 @pytest.mark.parametrize(
-    ("share", "expected"),
-    [(0.0, "h" * 16), (0.25, "hhhhhhhhhhhhD4"), (0.5, "hhhhD4hhhhD4"), (0.75, "hhhhD4D4D4"), (1.0, "D4D4D4D4")],
+    ("share", "tiles", "expected"),
+    [
+        (0.0, "hhhhhhhh", "h" * 16),
+        (0.25, "hhhDhhhD", "hhhhhhhhhhhhD4"),
+        (0.5, "hDhDhDhD", "hhhhD4hhhhD4"),
+        (0.75, "hDDDhDDD", "hhhhD4D4D4"),
+        (1.0, "DDDDDDDD", "D4D4D4D4"),
+    ],
 )
-def test_stretches_are_mixed_evenly_and_are_one_update_of_the_device(share: float, expected: str) -> None:
+def test_the_sides_are_mixed_evenly_and_stretches_are_one_update_of_the_device(
+    share: float, tiles: str, expected: str
+) -> None:
+    assert stretched(share, 8, 1) == tiles.replace("D", "D1")
     assert stretched(share, 16, 4) == expected
 
 
 def test_a_stretch_ends_where_the_device_takes_no_more_and_a_rest_is_shorter() -> None:
     assert stretched(1.0, 10, 4) == "D4D4D2"
-    assert stretched(0.5, 8, 1) == "hD1hD1hD1hD1"
     assert stretched(1.0, 8, 4, Tier.DEVICE) == "h" * 8, "the device's own"
 
 
@@ -371,22 +335,3 @@ def test_gradients_out_of_reach_leave_the_tile_the_grain(monkeypatch: pytest.Mon
     calls = Calls(monkeypatch, optimizer)
     stepped(model, optimizer)
     assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4
-
-
-def test_stretches_change_no_bit() -> None:
-    """Beside the same with everything a tile of its own, in eight bits and with random ones."""
-
-    def trained(grads: str, state_dtype: str) -> list[Tensor]:
-        model, optimizer = stretched_engine(groups=2, grads=grads, state_dtype=state_dtype)
-        for used in (3, 2, 3):
-            stepped(model, optimizer, used)
-        seen = [
-            f(p)
-            for p in model.parameters()
-            for f in (optimizer.full_param, lambda p: optimizer.full_state(p, "exp_avg"))
-        ]
-        optimizer.close()
-        return seen
-
-    for state_dtype in ("fp32", "bf16", "int8"):
-        assert all(map(torch.equal, trained("device", state_dtype), trained("cpu", state_dtype)))

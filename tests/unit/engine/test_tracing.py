@@ -194,19 +194,6 @@ def test_bytes_of_files_are_what_is_read_and_written(path: Path, monkeypatch: py
     assert report.summary.rows[WRITE].nbytes == written > 0
 
 
-def test_training_is_the_same_under_a_trace(path: Path) -> None:
-    def losses(trace: bool) -> list[float]:
-        model, optimizer = traced(lambda: simulated(most_seconds=0.0005), **ON_NVME)
-        found = train(model, optimizer, 2)
-        with optimizer.trace(path) if trace else contextlib.nullcontext():
-            found += train(model, optimizer, 2)
-        found += train(model, optimizer, 2)
-        optimizer.close()
-        return found
-
-    assert losses(trace=True) == losses(trace=False)
-
-
 # What binds
 
 
