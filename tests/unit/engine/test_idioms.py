@@ -54,7 +54,7 @@ STRANGERS: dict[str, Callable[[Stack], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "streams"), zip(STRANGERS, (inline, separate) * 3, strict=True), ids=STRANGERS)
+@pytest.mark.parametrize(("name", "streams"), list(zip(STRANGERS, (inline, separate) * 3, strict=True)), ids=STRANGERS)
 def test_a_parameter_that_was_put_into_the_model_is_named_at_the_next_forward(name: str, streams: Any) -> None:
     model, optimizer = stack(streams)
     step(model, optimizer)

@@ -56,7 +56,7 @@ def small(streams: Any = separate, **how: Any) -> tuple[nn.Sequential, penstock.
         *((what, EVERY[number % 3]) for number, what in enumerate(CORE[::3])),
         (Arithmetic(precision="bf16", accumulation=4, no_sync=True), simulated),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_norms_taken_late_have_the_same_bits(
     what: Arithmetic, streams: Callable[[], Streams], request: pytest.FixtureRequest

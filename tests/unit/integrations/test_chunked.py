@@ -56,7 +56,7 @@ def assert_trains_alike(chunked: Any, plain: Any, **given: Any) -> None:
     assert_close(list(ours[1].values()), list(theirs[1].values()), 2e-6)
 
 
-@pytest.mark.parametrize(("number", "kind"), enumerate(classes_with(Feature.CHUNKED)))
+@pytest.mark.parametrize(("number", "kind"), list(enumerate(classes_with(Feature.CHUNKED))))
 def test_every_class_that_is_known_trains_as_it_did(number: int, kind: str) -> None:
     tied = number % 2 == 0
     plain, model = (tiny(kind, tie_word_embeddings=tied) for _ in range(2))
