@@ -21,7 +21,7 @@ from tests.lib.models import Block, seeded
 from tests.lib.streams import inline, separate, simulated
 from tests.models.modules_rows import WIDTH as PART_WIDTH
 from tests.models.modules_rows import Block as Residual
-from tests.models.modules_rows import Stack, squared
+from tests.models.modules_rows import squared
 from tests.parity.rows import Arithmetic, Movement, changed, shares
 
 WIDTH, STEPS = 24, 2
@@ -285,30 +285,3 @@ def test_parts_of_one_model_train_as_with_two_torch_optimizers(way: str) -> None
     for streams, how in ((separate, ON_CPU), (simulated, {**ON_CPU, "overlap": "forward"})):
         other = prepared_run(way, streams, **how)
         assert all(torch.equal(other[name], value) for name, value in first.items())
-
-
-def test_what_two_would_own_is_named() -> None:
-    model = Both()
-    _, optimizer = prepared(model, **ON_CPU)
-    names = {model: "encoder.0.weight", model.decoder: "0.norm.weight", nn.Sequential(model): "0.encoder.0.weight"}
-    for part, name in names.items():
-        with pytest.raises(penstock.ConfigError, match=rf"prepared already.*'{name}' \(.*has an optimizer.*each part"):
-            penstock.prepare(part, adam(part, 1e-2))
-    optimizer.close()
-    _, first = prepared(model.encoder, inline)
-    with pytest.raises(penstock.ConfigError, match=r"prepared already: parameter 'encoder.0.weight'"):
-        penstock.prepare(model, adam(model, 1e-2))
-    first.close()
-    prepared(model, inline)[1].close()
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_a_parameter_of_two_parts_is_named(trained: bool) -> None:
-    one, other = Stack(), Stack()
-    one.first.weight.requires_grad_(trained)
-    other.first.weight = one.first.weight
-    _, optimizer = prepared(one, **ON_CPU)
-    with pytest.raises(penstock.ConfigError, match=r"prepared already.*parameter 'first.weight' \(16, 8\)"):
-        penstock.prepare(other, adam(other, 1e-2))
-    optimizer.close()
-    prepared(other, inline)[1].close()
