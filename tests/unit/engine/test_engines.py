@@ -1,8 +1,6 @@
 """Many engines in one process: side by side, one after the other, and what is left when they are gone."""
 
 import gc
-import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.accounts import tensor_bytes
+from tests.accounts import what_engines_take
 from tests.lib.engines import ON_CPU, prepared
 from tests.lib.models import Block, seeded
 from tests.lib.streams import inline, separate, simulated
@@ -144,20 +142,6 @@ def test_engines_side_by_side_train_as_on_the_device(both: Any, first_to_close: 
 # What is left
 
 
-def what_there_is() -> dict[str, Any]:
-    """What engines take of the process."""
-    gc.collect()
-    return {
-        "bytes": tensor_bytes(),
-        "python threads": threading.active_count(),
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "objects": Counter(
-            t.__name__ for t in map(type, gc.get_objects()) if str(t.__module__).startswith("penstock.")
-        ),
-    }
-
-
 def hooks_of(model: nn.Module) -> dict[str, int]:
     found = {}
     for name, module in model.named_modules():
@@ -194,7 +178,9 @@ def test_a_model_that_is_prepared_and_closed_again_and_again_takes_no_more_each_
         del trained
         assert traces_of(model) == clean
         assert list(disk.iterdir()) == []
-        seen.append(what_there_is())
+        gc.collect()
+        made = Counter(kind for kind in map(type, gc.get_objects()) if str(kind.__module__).startswith("penstock."))
+        seen.append((what_engines_take(), made))
     assert seen[2] == seen[1]
 
 

@@ -190,18 +190,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     refused("'a', which no file holds")
 
 
-def trained_from(rank: int, folder: str) -> tuple[list[float], dict[str, Tensor]]:
-    return steps(on_meta(), weights=folder)
-
-
-def test_two_ranks_read_what_they_keep(tmp_path: Path) -> None:
-    model = llama()
-    model.save_pretrained(tmp_path, max_shard_size="30KB")
-    expected = steps(model)
-    for found in run_ranks(trained_from, 2, str(tmp_path)):
-        assert found[0][0] == expected[0][0]
-
-
 def initialised_on(rank: int) -> dict[str, Tensor]:
     torch.manual_seed(3 + rank)
     model = on_meta()
