@@ -16,7 +16,7 @@ from penstock.runtime.streams import Streams
 from tests.accounts import what_engines_take
 from tests.lib.engines import ON_CPU, prepared
 from tests.lib.models import Block, seeded
-from tests.lib.streams import inline, separate, simulated
+from tests.lib.streams import inline, late, separate, simulated
 from tests.models.modules_rows import WIDTH as PART_WIDTH
 from tests.models.modules_rows import Block as Residual
 from tests.models.modules_rows import squared
@@ -24,10 +24,6 @@ from tests.parity.rows import Arithmetic, Movement, changed, shares
 
 WIDTH, STEPS = 24, 2
 SMALL = {"tile_bytes": 4 << 10}
-
-
-def late() -> Streams:
-    return simulated(most_seconds=0.0005)
 
 
 ON_DEVICE = Movement(overlap="none")
@@ -142,21 +138,14 @@ def test_engines_side_by_side_train_as_on_the_device(both: Any, first_to_close: 
 # What is left
 
 
-def hooks_of(model: nn.Module) -> dict[str, int]:
-    found = {}
-    for name, module in model.named_modules():
-        for kind, value in vars(module).items():
-            if kind.endswith(("hooks", "hooks_with_kwargs", "hooks_always_called")) and value:
-                found[f"{name}.{kind}"] = len(value)
-    for name, parameter in model.named_parameters():
-        found[name] = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-        found[f"{name}, grad"] = len(parameter._backward_hooks or ())
-    return found
-
-
 def traces_of(model: nn.Module) -> list[Any]:
     """What an engine puts on a model."""
-    return [hooks_of(model), *(sorted(vars(module)) for module in model.modules())]
+    modules = [
+        sorted((name, len(value) if "hooks" in name else 0) for name, value in vars(module).items())
+        for module in model.modules()
+    ]
+    hooks = [(p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)) for p in model.parameters()]
+    return [modules, [[len(each or ()) for each in both] for both in hooks]]
 
 
 @pytest.fixture
