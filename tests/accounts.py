@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -60,6 +61,16 @@ def tensor_bytes() -> int:
                 if storage.resizable():
                     found[storage._cdata] = storage.nbytes()
     return sum(found.values())
+
+
+def what_engines_take() -> dict[str, int]:
+    """What engines take of the process."""
+    return {
+        "bytes": tensor_bytes(),
+        "python threads": threading.active_count(),
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
 
 
 def assert_table_agrees(optimizer: penstock.Optimizer, folder: Path | None = None) -> None:

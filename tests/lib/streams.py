@@ -39,6 +39,11 @@ def simulated(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:
     return SimulatedStreams(lambda stream, nbytes: delays.uniform(0, most_seconds))
 
 
+def late() -> SimulatedStreams:
+    """The same, with short delays."""
+    return simulated(most_seconds=0.0005)
+
+
 def released(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:
     """The same, where units are released and gathered for each use also if compute could read them in place."""
     streams = simulated(seed, most_seconds)

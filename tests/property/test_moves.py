@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.runtime.streams import Streams
 from tests.accounts import assert_table_agrees
 from tests.lib.fuzz import TIMES
 from tests.lib.memory import disks
 from tests.lib.ranks import run_ranks
-from tests.lib.streams import inline, separate, simulated
+from tests.lib.streams import inline, late, separate
 from tests.property.test_sequences import Operation, Ours, apply, assert_same
 
 KINDS = ("param", "grad", "master", "optimizer")
@@ -76,10 +75,6 @@ class Moving(Ours):
                     p.data.add_(1.0)
                 apply(self, moves)
                 raise penstock.PenstockError("left")
-
-
-def late() -> Streams:
-    return simulated(most_seconds=0.0005)
 
 
 def random_move(chance: random.Random) -> Operation:

@@ -371,6 +371,9 @@ AFTER_CLOSE: dict[str, Callable[[penstock.Optimizer, Any], Any]] = {
     "synchronize": lambda o, m: o.synchronize(),
     "state_dict": lambda o, m: o.state_dict(),
     "load_state_dict": lambda o, m: o.load_state_dict({"state": {}, "param_groups": []}),
+    "add_param_group": lambda o, m: o.add_param_group({"params": [m.first.weight]}),
+    "trace": lambda o, m: o.trace("trace.json").__enter__(),
+    "record": lambda o, m: o.record("record"),
 }
 
 

@@ -24,7 +24,7 @@ from tests.lib.engines import prepared as prepare
 from tests.lib.engines import sgd
 from tests.lib.memory import pinning_on_cpu
 from tests.lib.models import Block, Blocks, batch_of, seeded
-from tests.lib.streams import inline, separate, simulated, until_waited_for
+from tests.lib.streams import inline, late, separate, simulated, until_waited_for
 
 WIDTH, ROWS, BLOCKS = 64, 32, 4
 
@@ -60,10 +60,6 @@ def loss_of(model: Blocks, seed: int, rows: int = ROWS) -> Tensor:
     return (
         model(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()).square().mean()
     )
-
-
-def late() -> Streams:
-    return simulated(most_seconds=0.0005)
 
 
 def run(streams: Streams, tier: str | None, disk: Path, reentrant: bool | None) -> list[Any]:

@@ -153,7 +153,6 @@ def add(params: Callable[[Net], Any], text: str, error: type[Exception] = pensto
 
 
 REFUSED = {
-    "foreign": add(lambda model: [nn.Parameter(torch.zeros(3, 5))], "shape (3, 5) is not the model's"),
     "trained already": add(lambda model: [model.last.weight], "more than one parameter group", ValueError),
     "frozen still": add(lambda model: model.blocks[1].parameters(), "asks for a gradient"),
     "of another state": add(unfreeze_a_block, "max_exp_avg_sq", amsgrad=True),
@@ -187,29 +186,12 @@ def test_when_it_cannot_be() -> None:
     ema = penstock.EMA(optimizer)
     with pytest.raises(penstock.EngineError, match=r"inside EMA.applied"), ema.applied():
         optimizer.add_param_group(group)
-    messages = []
-
-    def inside(*_: Any) -> None:
-        with pytest.raises(penstock.EngineError) as caught:
-            optimizer.add_param_group(group)
-        messages.append(str(caught.value))
-
-    handle = model.last.register_forward_pre_hook(inside)
-    with torch.no_grad():
-        model.blocks.requires_grad_(False)
-        loss(model)
-    handle.remove()
-    assert "inside a forward" in messages[0]
-    model.blocks[1].requires_grad_(True)
     optimizer.offload_states()
     with pytest.raises(penstock.EngineError, match=r"reload_states\(\)"):
         optimizer.add_param_group(group)
     optimizer.reload_states()
     optimizer.add_param_group(group)
     train(model, optimizer)
-    optimizer.close()
-    with pytest.raises(penstock.EngineError, match=r"after close\(\)"):
-        optimizer.add_param_group(group)
 
 
 def test_memory_that_is_not_there_leaves_what_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,26 +263,6 @@ def test_a_forward_that_waits_for_its_backward_is_named() -> None:
 # Checkpoints
 
 
-def test_a_checkpoint_keeps_it(tmp_path: Path) -> None:
-    model, optimizer = net()
-    ema = penstock.EMA(optimizer, 0.5)
-    for step in range(2):
-        train(model, optimizer, first=step)
-        ema.update()
-    optimizer.save(tmp_path / "a", blocking=False)
-    train(model, optimizer, first=2)
-    ema.update()
-    goes_on = averaged(ema, model, optimizer)
-    optimizer.close()
-    for how, tier in (({"params": "device"}, "device"), ({"optimizer": "nvme", "tile_bytes": 8 << 10}, "nvme")):
-        model, optimizer = net(inline, **how)
-        ema = penstock.EMA(optimizer, 0.5, tier=tier)
-        optimizer.load(tmp_path / "a")
-        train(model, optimizer, first=2)
-        ema.update()
-        assert_same_state(averaged(ema, model, optimizer), goes_on)
-
-
 def test_a_checkpoint_without_it_begins_with_the_parameters_and_one_that_is_not_asked_for_is_left_and_both_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

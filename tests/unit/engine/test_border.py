@@ -271,29 +271,6 @@ def test_a_mode_that_stays_sees_our_operations_too_and_those_above_it_do_not() -
     ]
 
 
-@pytest.mark.parametrize("place", ["device", "nvme"])
-def test_inference_in_inference_mode_after_a_move_leaves_a_model_that_trains(place: str, tmp_path: Path) -> None:
-    """Rollouts of an RLHF loop: rings and homes that are made then serve training afterwards."""
-    runs = [Run(separate, tmp_path, directly, PLACES[place][1]) for _ in range(2)]
-    told: list[list[Any]] = [[], []]
-    for moves_state, run, said in zip((False, True), runs, told, strict=True):
-        for _ in range(2):
-            if moves_state:
-                run.optimizer.offload_states()
-                run.optimizer.reload_states()
-            said += [run.infer().clone()]
-            if moves_state:
-                run.optimizer.offload_states()
-                said += [run.infer().clone()]
-                run.optimizer.reload_states()
-            else:
-                said += [said[-1]]
-            said += run.train()
-        run.optimizer.save(tmp_path / "one")
-        said += run.state()
-    torch.testing.assert_close(told[1], told[0], rtol=0, atol=0)
-
-
 def test_an_export_is_the_same_in_every_mode(tmp_path: Path) -> None:
     run = Run(separate, tmp_path, directly, ON_CPU)
     run.optimizer.save(tmp_path / "one")

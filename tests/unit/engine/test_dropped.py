@@ -1,7 +1,6 @@
 """Engines that nobody closed: what becomes of them when the model, the optimizer or both are dropped."""
 
 import gc
-import os
 import threading
 import time
 import weakref
@@ -15,7 +14,7 @@ from torch import nn
 
 import penstock
 from penstock.runtime.streams import HostWorker, Streams
-from tests.accounts import tensor_bytes
+from tests.accounts import what_engines_take
 from tests.lib.engines import ON_CPU, ON_NVME, train
 from tests.lib.engines import prepared as prepare
 from tests.lib.memory import pinning_on_cpu
@@ -39,17 +38,6 @@ def make(row: str, disk: Path) -> tuple[nn.Module, penstock.Optimizer]:
     return prepare(stack(), streams, **storages, nvme_path=disk if "nvme" in str(storages) else None)
 
 
-def what_there_is(disk: Path) -> dict[str, Any]:
-    gc.collect()
-    return {
-        "bytes": tensor_bytes(),
-        "python threads": threading.active_count(),
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "files": sorted(disk.iterdir()),
-    }
-
-
 def dies(*references: "weakref.ref[Any]") -> bool:
     """Whether they are dead, once threads have let go of what they are in the middle of."""
     for _ in range(12_000):  # two minutes
@@ -68,9 +56,10 @@ def test_a_model_and_its_optimizer_that_are_dropped_give_everything_back(row: st
         return weakref.ref(model), weakref.ref(optimizer), weakref.ref(optimizer._engine), weakref.ref(model[0].weight)
 
     assert dies(*life())  # what torch makes once
-    before = what_there_is(tmp_path)
+    before = what_engines_take()
     assert dies(*life())
-    assert what_there_is(tmp_path) == before
+    assert what_engines_take() == before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_finished_engine_goes_with_the_first_collection(tmp_path: Path) -> None:

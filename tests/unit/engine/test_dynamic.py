@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import EngineError
-from tests.lib.engines import ON_CPU, ON_NVME, assert_same_state, prepare_on, prepared, state
+from tests.lib.engines import ON_CPU, ON_NVME, assert_same_state, prepared, state
 from tests.lib.models import Block, seeded
 from tests.lib.streams import inline, separate, simulated
 
@@ -215,43 +214,3 @@ def test_no_movement_changes_a_bit(number: int) -> None:
     row = list(ROWS.values())[number]
     fitting = [m for m in MOVEMENTS if m["overlap"] != "backward" or row not in ENDS_WITH_UPDATES_IN_BACKWARD]
     assert_same_state(ours(row, **fitting[number % len(fitting)]), ours(row, streams=inline, overlap="none"))
-
-
-@pytest.mark.parametrize("owned", [True, False], ids=["in a group", "in no group"])
-def test_what_was_frozen_in_prepare_is_trained_after_another(owned: bool) -> None:
-    """The error says so, and the way that it names keeps every state."""
-    model, plain_model = make_net(), make_net()
-    for m in (model, plain_model):
-        m.layers[1].requires_grad_(False)
-
-    def stock_of(m: Net, *, whole: bool) -> torch.optim.AdamW:
-        frozen = set() if whole else set(m.layers[1].parameters())
-        return stock([p for p in m.parameters() if p not in frozen])
-
-    plain = Run(plain_model, stock_of(plain_model, whole=True))
-    run = Run(model, prepare_on(separate(), model, stock_of(model, whole=owned), precision="fp32"))
-    for step in range(4):
-        if step == 2:
-            plain.freeze(plain_model.layers[1], frozen=False)
-            run.freeze(model.layers[1], frozen=False)
-            with pytest.raises(EngineError, match=r"'layers.1.norm.weight' was frozen.*optimizer.add_param_group\("):
-                run.optimizer.step()
-            values = zip(model.parameters(), states_of(run), strict=True)
-            run.optimizer.close()
-            again = stock_of(model, whole=True)
-            again.state.update({p: states for p, states in values if states})
-            run.optimizer = prepare_on(separate(), model, again, precision="fp32")
-        for r in (plain, run):
-            straight(r, step)
-            r.optimizer.step()
-            r.optimizer.zero_grad()
-    for p, q in zip(plain_model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(run.optimizer.full_param(q), p.detach(), rtol=1e-6, atol=1e-7)
-        assert run.optimizer.full_state(q, "step") == plain.optimizer.state[p].get("step", 0)
-
-
-def states_of(run: Run) -> list[dict[str, Tensor]]:
-    """What `torch.optim` would hold for each parameter of the model; nothing for one without state."""
-    states = run.optimizer.state_dict()["state"]
-    numbers = {p: n for n, p in enumerate(p for g in run.optimizer.param_groups for p in g["params"])}
-    return [states.get(numbers.get(p), {}) for p in run.model.parameters()]

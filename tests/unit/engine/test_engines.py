@@ -1,8 +1,6 @@
 """Many engines in one process: side by side, one after the other, and what is left when they are gone."""
 
 import gc
-import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -15,21 +13,17 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.accounts import tensor_bytes
+from tests.accounts import what_engines_take
 from tests.lib.engines import ON_CPU, prepared
 from tests.lib.models import Block, seeded
-from tests.lib.streams import inline, separate, simulated
+from tests.lib.streams import inline, late, separate, simulated
 from tests.models.modules_rows import WIDTH as PART_WIDTH
 from tests.models.modules_rows import Block as Residual
-from tests.models.modules_rows import Stack, squared
+from tests.models.modules_rows import squared
 from tests.parity.rows import Arithmetic, Movement, changed, shares
 
 WIDTH, STEPS = 24, 2
 SMALL = {"tile_bytes": 4 << 10}
-
-
-def late() -> Streams:
-    return simulated(most_seconds=0.0005)
 
 
 ON_DEVICE = Movement(overlap="none")
@@ -144,35 +138,14 @@ def test_engines_side_by_side_train_as_on_the_device(both: Any, first_to_close: 
 # What is left
 
 
-def what_there_is() -> dict[str, Any]:
-    """What engines take of the process."""
-    gc.collect()
-    return {
-        "bytes": tensor_bytes(),
-        "python threads": threading.active_count(),
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "objects": Counter(
-            t.__name__ for t in map(type, gc.get_objects()) if str(t.__module__).startswith("penstock.")
-        ),
-    }
-
-
-def hooks_of(model: nn.Module) -> dict[str, int]:
-    found = {}
-    for name, module in model.named_modules():
-        for kind, value in vars(module).items():
-            if kind.endswith(("hooks", "hooks_with_kwargs", "hooks_always_called")) and value:
-                found[f"{name}.{kind}"] = len(value)
-    for name, parameter in model.named_parameters():
-        found[name] = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-        found[f"{name}, grad"] = len(parameter._backward_hooks or ())
-    return found
-
-
 def traces_of(model: nn.Module) -> list[Any]:
     """What an engine puts on a model."""
-    return [hooks_of(model), *(sorted(vars(module)) for module in model.modules())]
+    modules = [
+        sorted((name, len(value) if "hooks" in name else 0) for name, value in vars(module).items())
+        for module in model.modules()
+    ]
+    hooks = [(p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)) for p in model.parameters()]
+    return [modules, [[len(each or ()) for each in both] for both in hooks]]
 
 
 @pytest.fixture
@@ -194,7 +167,9 @@ def test_a_model_that_is_prepared_and_closed_again_and_again_takes_no_more_each_
         del trained
         assert traces_of(model) == clean
         assert list(disk.iterdir()) == []
-        seen.append(what_there_is())
+        gc.collect()
+        made = Counter(kind for kind in map(type, gc.get_objects()) if str(kind.__module__).startswith("penstock."))
+        seen.append((what_engines_take(), made))
     assert seen[2] == seen[1]
 
 
@@ -285,30 +260,3 @@ def test_parts_of_one_model_train_as_with_two_torch_optimizers(way: str) -> None
     for streams, how in ((separate, ON_CPU), (simulated, {**ON_CPU, "overlap": "forward"})):
         other = prepared_run(way, streams, **how)
         assert all(torch.equal(other[name], value) for name, value in first.items())
-
-
-def test_what_two_would_own_is_named() -> None:
-    model = Both()
-    _, optimizer = prepared(model, **ON_CPU)
-    names = {model: "encoder.0.weight", model.decoder: "0.norm.weight", nn.Sequential(model): "0.encoder.0.weight"}
-    for part, name in names.items():
-        with pytest.raises(penstock.ConfigError, match=rf"prepared already.*'{name}' \(.*has an optimizer.*each part"):
-            penstock.prepare(part, adam(part, 1e-2))
-    optimizer.close()
-    _, first = prepared(model.encoder, inline)
-    with pytest.raises(penstock.ConfigError, match=r"prepared already: parameter 'encoder.0.weight'"):
-        penstock.prepare(model, adam(model, 1e-2))
-    first.close()
-    prepared(model, inline)[1].close()
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_a_parameter_of_two_parts_is_named(trained: bool) -> None:
-    one, other = Stack(), Stack()
-    one.first.weight.requires_grad_(trained)
-    other.first.weight = one.first.weight
-    _, optimizer = prepared(one, **ON_CPU)
-    with pytest.raises(penstock.ConfigError, match=r"prepared already.*parameter 'first.weight' \(16, 8\)"):
-        penstock.prepare(other, adam(other, 1e-2))
-    optimizer.close()
-    prepared(other, inline)[1].close()

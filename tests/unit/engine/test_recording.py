@@ -291,16 +291,10 @@ def record(where: str, begin: int = 0) -> Callable[..., Any]:
     return lambda optimizer, folder: optimizer.record(folder / where, begin=begin)
 
 
-def record_after_close(optimizer: penstock.Optimizer, folder: Path) -> None:
-    optimizer.close()
-    optimizer.record(folder)
-
-
 REFUSED = {
     "below a file": Refusal(record("file/below"), "cannot be written"),
     "steps": Refusal(record("a", -1), "number of steps that were made before"),
     "rank": Refusal(record("{rank}"), "the first rank alone writes"),
-    "after close": Refusal(record_after_close, "after close", EngineError),
     "untrained": Refusal(record("a"), "nothing trains this model", EngineError, {"stock": None}),
 }
 

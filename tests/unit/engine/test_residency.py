@@ -27,15 +27,11 @@ from tests.lib.memory import shorten_rings
 from tests.lib.models import Blocks, opaque_blocks, stack
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import Refusal, refused_unchanged, rows
-from tests.lib.streams import BreakingStreams, BrokenError, GatedStreams, inline, separate, simulated
+from tests.lib.streams import BreakingStreams, BrokenError, GatedStreams, inline, late, separate, simulated
 
 WIDTH = 32
 KINDS = ("param", "grad", "master", "optimizer")
 TIERS = ("device", "cpu", "nvme")
-
-
-def late() -> Streams:
-    return simulated(most_seconds=0.0005)
 
 
 BACK_ENDS = (inline, separate, late)

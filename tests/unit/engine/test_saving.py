@@ -23,13 +23,12 @@ from penstock.checkpoint.tiles import TileWriter
 from penstock.runtime import aio
 from penstock.runtime.events import HostEvent
 from penstock.runtime.host_memory import Arena
-from penstock.runtime.streams import Streams
 from penstock.runtime.workers import HostWorker
 from tests.lib.engines import ON_CPU, ON_NVME, assert_same_state, prepared, state, train
 from tests.lib.models import Blocks
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import Refusal, refused_unchanged, rows
-from tests.lib.streams import separate, simulated, until_waited_for
+from tests.lib.streams import late, separate, until_waited_for
 from tests.parity.resuming import SMALL, Other, Run, resumed, saved
 from tests.parity.rows import Arithmetic, Movement
 
@@ -79,10 +78,6 @@ def loaded(folder: Path, **how: Any) -> dict[str, Tensor]:
     found = state(model, optimizer)
     optimizer.close()
     return found
-
-
-def late() -> Streams:
-    return simulated(most_seconds=0.001)
 
 
 IN_FILES = Movement(**ON_NVME).but(**SMALL)

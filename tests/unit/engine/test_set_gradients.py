@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,15 +77,16 @@ class Pair:
 
 
 @pytest.mark.parametrize(("make", "storage", "to"), MOVES)
-def test_a_move_between_micro_batches_brings_nothing_of_the_last_step_back(
-    make: Callable[[], Streams], storage: str, to: str, tmp_path: Path
+def test_moves_bring_nothing_of_the_last_step_back(
+    make: Callable[[], Streams], storage: str, to: Any, tmp_path: Path
 ) -> None:
     pair = Pair(make, storage, tmp_path)
     pair.backward([0, 1, 2], seed=0)
     pair.check()
     pair.zero()
+    # Between micro-batches
     pair.backward([0, 1], seed=1)  # leaves the third without
-    pair.optimizer.offload_states({"grad"}, to)  # type: ignore[arg-type]
+    pair.optimizer.offload_states({"grad"}, to)
     pair.backward([1, 0], seed=2)
     pair.check()
     pair.zero()
@@ -94,16 +96,11 @@ def test_a_move_between_micro_batches_brings_nothing_of_the_last_step_back(
     pair.check()
     pair.zero()
     pair.backward([0], seed=5)
-    pair.optimizer.offload_states({"grad"}, to)  # type: ignore[arg-type]
+    pair.optimizer.offload_states({"grad"}, to)
     pair.check()
-
-
-@pytest.mark.parametrize(("make", "storage", "to"), MOVES)
-def test_a_move_inside_backward_brings_nothing_of_the_last_step_back(
-    make: Callable[[], Streams], storage: str, to: str, tmp_path: Path
-) -> None:
-    """Some gradients of a unit have gone straight home, the others come after the move."""
-    pair = Pair(make, storage, tmp_path)
+    pair.zero()
+    # Inside backward: some gradients of a unit have gone straight home, the others come after the move
+    pair.optimizer.reload_states()
     pair.backward([0, 1, 2], seed=0)
     pair.check()
     pair.zero()
@@ -112,7 +109,7 @@ def test_a_move_inside_backward_brings_nothing_of_the_last_step_back(
     def move(parameter: Tensor) -> None:
         if not moved:
             moved.append(parameter)
-            pair.optimizer.offload_states({"grad"}, to)  # type: ignore[arg-type]
+            pair.optimizer.offload_states({"grad"}, to)
 
     handle = pair.model.weights[1].register_post_accumulate_grad_hook(move)  # after ours
     pair.backward([0, 1], seed=1)
@@ -122,20 +119,13 @@ def test_a_move_inside_backward_brings_nothing_of_the_last_step_back(
     pair.zero()
     pair.backward([0, 1, 2], seed=2)
     pair.check()
-
-
-@pytest.mark.parametrize(("make", "storage", "to"), MOVES)
-def test_a_gradient_set_by_hand_is_alone_until_another_comes(
-    make: Callable[[], Streams], storage: str, to: str, tmp_path: Path
-) -> None:
-    pair = Pair(make, storage, tmp_path)
-    pair.backward([0, 1, 2], seed=0)
-    pair.check()
     pair.zero()
+    # One that is set by hand is alone until another comes
+    pair.optimizer.reload_states()
     value = torch.randn(WIDTH, WIDTH)
     pair.optimizer.set_full_grad(pair.model.weights[0], value)
     pair.plain.weights[0].grad = value.clone()
-    pair.optimizer.offload_states({"grad"}, to)  # type: ignore[arg-type]
+    pair.optimizer.offload_states({"grad"}, to)
     with contextlib.suppress(penstock.CheckpointError):
         pair.optimizer.save(tmp_path / "kept")
     pair.backward([0, 1], seed=1)

@@ -316,22 +316,19 @@ def test_a_call_of_the_host_has_no_more_elements_than_a_stretch(monkeypatch: pyt
     assert max(map(sum, on_host)) == 2 * tile
 
 
-@pytest.mark.parametrize("why", ["asked in backward", "shared with the device"])
-def test_where_each_tile_is_asked_for_the_host_updates_them_one_by_one(
-    why: str, monkeypatch: pytest.MonkeyPatch
+BY_TILES: dict[str, dict[str, Any]] = {
+    "asked in backward": {"optimizer": "cpu", "grads": "cpu", "overlap": "backward"},
+    "shared with the device": {"optimizer": "cpu", "grads": "cpu", "streamed_updates": 0.25},
+    "gradients that come through a ring, whose slots are tiles": {"grads": "cpu"},
+}
+
+
+@pytest.mark.parametrize("how", BY_TILES.values(), ids=BY_TILES)
+def test_tiles_are_updated_one_by_one_where_each_is_asked_for(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {"streamed_updates": 0.25} if why == "shared with the device" else {}
-    overlap: Any = "backward" if why == "asked in backward" else "none"
-    model, optimizer = stretched_engine(optimizer="cpu", grads="cpu", overlap=overlap, **given)
+    model, optimizer = stretched_engine(**how)
     calls = Calls(monkeypatch, optimizer)
     stepped(model, optimizer)
     assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4
     assert len(calls.numels) > 4 * LAYERS
-
-
-def test_gradients_out_of_reach_leave_the_tile_the_grain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come through a ring, whose slots are tiles."""
-    model, optimizer = stretched_engine(grads="cpu")
-    calls = Calls(monkeypatch, optimizer)
-    stepped(model, optimizer)
-    assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4

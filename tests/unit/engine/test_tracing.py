@@ -330,11 +330,6 @@ def trace_inside(optimizer: penstock.Optimizer, folder: Path) -> None:
         trace("inner.json")(optimizer, folder)
 
 
-def trace_after_close(optimizer: penstock.Optimizer, folder: Path) -> None:
-    optimizer.close()
-    trace("late.json")(optimizer, folder)
-
-
 REFUSED = {
     "missing folder": Refusal(
         trace("missing/trace.json"),
@@ -343,7 +338,6 @@ REFUSED = {
     ),
     "a folder": Refusal(trace(""), "Is a directory"),
     "inside another": Refusal(trace_inside, "trace() was called inside another trace", EngineError),
-    "after close": Refusal(trace_after_close, "trace() was called after close()", EngineError),
 }
 
 

@@ -9,44 +9,28 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.engine.step import owner_thread
 from tests.lib.covering import covering
 from tests.lib.engines import ON_CPU, prepared
-from tests.lib.models import batch_of, seeded
+from tests.lib.models import WIDTH, Blocks, batch_of
 from tests.lib.streams import inline, separate, simulated
 
-WIDTH = 16
 
-
-class Model(nn.Module):
-    """`watch` is called before each block."""
-
-    def __init__(self, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.watch: Callable[[int], None] = lambda number: None
-        self.checkpointed = checkpointed
-
-    def run(self, x: Tensor, number: int) -> Tensor:
-        self.watch(number)
-        return torch.tanh(self.blocks[number](x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number in range(len(self.blocks)):
-            x = checkpoint(self.run, x, number, use_reentrant=False) if self.checkpointed else self.run(x, number)
-        return x
-
-
-def under_way(make: Any = separate, **how: Any) -> tuple[Model, penstock.Optimizer, Tensor]:
-    units = lambda name, module: name.startswith("blocks.")  # noqa: E731
-    model, optimizer = prepared(seeded(lambda: Model(**how)), make, units=units, **ON_CPU)
+def under_way(make: Any = separate, checkpointed: bool = False) -> tuple[Blocks, penstock.Optimizer, Tensor]:
+    """Blocks whose `watch` is called before each, also where it runs again."""
+    model = Blocks(
+        4, inputs=WIDTH, make=lambda width: nn.Linear(width, width), recomputes=False if checkpointed else None
+    )
+    model, optimizer = prepared(model, make, **ON_CPU)
+    model.watch = lambda number: None
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: model.watch(number))
     return model, optimizer, batch_of(model)
 
 
-def train(model: Model, optimizer: penstock.Optimizer, x: Tensor) -> float:
+def train(model: Blocks, optimizer: penstock.Optimizer, x: Tensor) -> float:
     optimizer.backward(model(x).square().mean())
     norm = optimizer.step().grad_norm
     optimizer.zero_grad()
