@@ -1,5 +1,6 @@
 """A tiny instruct model, and conversations from which it learns to answer one question."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,10 @@ def conversations(count: int = 50) -> list[dict[str, Any]]:
         asked = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
         rows.append({"messages": (talk if number % 3 == 0 else []) + asked})
     return rows
+
+
+def chat_file(file: Path, rows: list[dict[str, Any]] | None = None) -> Path:
+    """Write rows as a .jsonl file."""
+    lines = (json.dumps(row, ensure_ascii=False) for row in rows or conversations())
+    file.write_text("".join(line + "\n" for line in lines))
+    return file
