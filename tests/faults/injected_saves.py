@@ -7,20 +7,22 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import penstock
 from penstock import construct
 from penstock.checkpoint.format import MARKER, files_of
 from penstock.checkpoint.reader import checkpoints_in
 from penstock.runtime import host_memory
-from tests.lib.engines import prepare_on
+from tests.lib.engines import prepared, state, train
+from tests.lib.models import stack
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline
 
@@ -51,29 +53,15 @@ class Engine:
     """A small model and its optimizer."""
 
     def __init__(self) -> None:
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-        self.optimizer = prepare_on(
-            inline(),
-            self.model,
-            torch.optim.AdamW(self.model.parameters(), lr=0.1),
-            placement=penstock.Placement(optimizer="cpu"),
-            options=penstock.Options(tile_bytes=4096),
-        )
+        small = partial(stack, 16, 32, 16)
+        self.model, self.optimizer = prepared(small, inline, precision="bf16", optimizer="cpu")
 
     def iterate(self) -> None:
-        self.optimizer.backward(self.model(torch.ones(4, 16)).square().mean())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        train(self.model, self.optimizer)
         self.optimizer.synchronize()
 
     def values(self) -> Values:
-        parameters = list(self.model.parameters())
-        found = [self.optimizer.full_param(p) for p in parameters]
-        for name in ("step", "exp_avg", "exp_avg_sq"):
-            found += [self.optimizer.full_state(p, name) for p in parameters]
-        return found
+        return list(state(self.model, self.optimizer).values())
 
 
 class Training:

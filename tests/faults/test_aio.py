@@ -113,12 +113,6 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, queue: Queue) -> None:
         File(queue, tmp_path / "folder" / "file", MIB)
 
 
-def test_a_read_only_file_system(queue: Queue) -> None:
-    with pytest.raises(NvmeError) as caught:
-        File(queue, "/proc/penstock", MIB)  # takes no files from anybody, root included
-    assert caught.value.errno in (errno.ENOENT, errno.EACCES, errno.EROFS)
-
-
 def test_more_than_the_disk_holds_leaves_nothing(tmp_path: Path, queue: Queue) -> None:
     free = os.statvfs(tmp_path)
     size = (free.f_bfree * free.f_frsize // PAGE_BYTES + 1_000_000) * PAGE_BYTES
@@ -156,23 +150,6 @@ def test_a_disk_that_gets_full(small_disk: Path, queue: Queue) -> None:
         (small_disk / "other").unlink()
         file.write(0, memory(4 * MIB, seed=1)).wait()
     assert (small_disk / "file").read_bytes() == memory(4 * MIB, seed=1).numpy().tobytes()
-
-
-def test_memory_as_a_file_system(queue: Queue) -> None:
-    """tmpfs: whether direct I/O is refused depends on the kernel."""
-    folder = Path("/dev/shm")
-    if not os.access(folder, os.W_OK):
-        pytest.skip("no /dev/shm")
-    path = folder / f"penstock-test-{os.getpid()}"
-    source, into = memory(3 * CHUNK_BYTES, seed=1), memory(3 * CHUNK_BYTES)
-    try:
-        with File(queue, path, source.nbytes) as file:
-            write = file.write(0, source)
-            write.wait()
-            file.read(0, into, checksum=write.checksum).wait()
-    finally:
-        path.unlink()
-    assert torch.equal(source, into)
 
 
 LIMITED = """

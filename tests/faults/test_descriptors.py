@@ -68,8 +68,7 @@ def test_prepare_without_descriptors_leaves_nothing(tmp_path: Path) -> None:
     assert 1 < count < 99
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize("run", [CPU, NVME], ids=["cpu", "nvme"])
+@pytest.mark.parametrize(("run", "blocking"), [(CPU, False), (NVME, True)], ids=["cpu, beside training", "nvme"])
 def test_a_checkpoint_without_descriptors(run: Run, blocking: bool, tmp_path: Path) -> None:
     prepared = model, optimizer, _ = run.prepare()
     iterate(run, *prepared, 0, 0, 1)

@@ -93,22 +93,7 @@ def test_the_file_of_a_run_makes_the_same_run(made: Path, tmp_path: Path) -> Non
     assert {**again, "output_dir": ""} == {**file, "output_dir": ""}
 
 
-# Looks, and a run without options
-
-
-def test_a_dry_run_shows_what_is_learned_and_what_it_takes(
-    made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    settings = settings_of(made, "chats", "plain", **ASSISTANT, save_strategy="steps", save_steps=2)
-    found = ours(settings, tmp_path / "out", "--dry_run", penstock=CPU)
-    said = capfd.readouterr().out
-    assert found.status == 0
-    assert found.logs == []
-    assert "⟦xyzzy-42<|im_end|>" in said
-    assert said.count("What is the password?") == 2, "two rows"
-    for word in ("cpu", "exp_avg", "checkpoint"):
-        assert word in said
-    assert not found.out.exists() or {path.name for path in found.out.iterdir()} <= {"cache"}
+# A run without options
 
 
 def test_without_options_a_small_model_reads_pythons_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

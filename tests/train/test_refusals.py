@@ -124,13 +124,6 @@ def test_a_model_that_cannot_be_used_is_one_line(row: str, unreadable: Path, tmp
     assert not (tmp_path / "ran").exists(), "code of the folder ran"
 
 
-def test_evaluation_without_a_split_says_what_to_do(made: Path, tmp_path: Path) -> None:
-    settings = settings_of(made, "texts", eval_strategy="steps", eval_steps=2)
-    settings |= {"dataset_name": str(made / "texts" / "train.jsonl"), "output_dir": str(tmp_path / "out")}
-    found = refused(["--config", str(written(settings, tmp_path, "run"))])
-    assert "test_split_size" in found or "dataset_test_split" in found
-
-
 def test_what_is_refused_leaves_an_earlier_run_as_it_was(made: Path, tmp_path: Path) -> None:
     settings = settings_of(made, "texts", max_steps=2)
     out = ours(settings, tmp_path / "out").out

@@ -1,6 +1,5 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -13,24 +12,6 @@ from penstock.errors import EngineError
 def test_alone_no_group_is_joined() -> None:
     with joined() as rank:
         assert (rank, dist.is_initialized()) == (0, False)
-
-
-def place_of(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
-
-
-def test_a_group_is_joined_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **place: calls.append((backend, place)))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("left"))
-    monkeypatch.setattr(group, "_meet", lambda *place: "the store")
-    place_of(monkeypatch, 1, 2)
-    with joined(7.5) as rank:
-        assert rank == 1
-        place = {"rank": 1, "world_size": 2, "store": "the store", "timeout": timedelta(seconds=7.5)}
-        assert calls == [("gloo", place)]
-    assert calls[1:] == ["left"]
 
 
 @pytest.fixture
@@ -47,7 +28,8 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
 def test_a_rank_that_does_not_come_is_named_when_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "JOINING_S", 0.2)
     said = "Rank 0 of 3 waited 0.2 s for the others, which is the most: rank 1, 2 did not come"
-    place_of(monkeypatch, 0, 3)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(EngineError, match=said), joined(0.1):
         pass
 

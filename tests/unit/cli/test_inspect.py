@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -106,22 +105,17 @@ def test_people_see_the_same(penstock_command: Callable[..., Any], tmp_path: Pat
         assert [row["kind"], row["dtype"], f"{row['bytes']:,}"] in [line.split() for line in outcome.out.splitlines()]
     assert f"{summary['parameters']['numel']:,} in 8 tensors" in outcome.out
     assert "[bold]note  [red]as it is" in outcome.out
-
-
-def test_verify(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
-    save(tmp_path / "step")
     outcome = penstock_command("inspect", "step", "--verify")
     assert (outcome.exit_code, outcome.out.splitlines()[-1]) == (0, "Every tile is as it was written.")
 
 
-@pytest.mark.parametrize("numbers", [[0], [1, 2, 5], [-1]])
-def test_every_damaged_tile_is_named(numbers: list[int], penstock_command: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_damaged_tile_is_named(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
     save(tmp_path / "step")
-    names = damage(tmp_path / "step", numbers)
+    names = damage(tmp_path / "step", [0, 2, 5, -1])
     assert penstock_command("inspect", "step").exit_code == 0
     outcome = penstock_command("inspect", "step", "--verify")
     assert outcome.exit_code == 1
-    assert outcome.out.splitlines()[-1] == f"{len(numbers)} damaged"
+    assert outcome.out.splitlines()[-1] == "4 damaged"
     outcome = penstock_command("inspect", "step", "--verify", "--json")
     assert outcome.exit_code == 1
     said = json.loads(outcome.out)["damaged"]

@@ -109,16 +109,13 @@ def test_whatever_is_said(template: str, write: Callable[[list[Any]], str]) -> N
     learns()
 
 
-@pytest.mark.parametrize("options", [{"names": ENDED_TOKENS}, {}], ids=["tokens", "no tokens"])
-def test_what_ends_the_whole_is_learned_at_its_end(options: dict[str, Any]) -> None:
+def test_what_ends_the_whole_is_learned_at_its_end_also_where_marks_are_no_tokens() -> None:
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
-    assert Learned(ENDED, **options)(messages) == (
+    assert Learned(ENDED)(messages) == (
         f"<|user|>\na<|end|>\n<|assistant|>\n⟦b<|end|>\n⟧<|user|>\nc<|end|>\n<|assistant|>\n⟦d<|end|>\n{END}⟧"
     )
-    assert Learned(ENDED, **options)(messages[:3]) == (
-        f"<|user|>\na<|end|>\n<|assistant|>\n⟦b<|end|>\n⟧<|user|>\nc<|end|>\n{END}"
-    )
-    assert Learned(ENDED, **options)(messages[1:]) == (
+    assert Learned(ENDED)(messages[:3]) == (f"<|user|>\na<|end|>\n<|assistant|>\n⟦b<|end|>\n⟧<|user|>\nc<|end|>\n{END}")
+    assert Learned(ENDED)(messages[1:]) == (
         f"<|assistant|>\n⟦b<|end|>\n⟧<|user|>\nc<|end|>\n<|assistant|>\n⟦d<|end|>\n{END}⟧"
     )
 
