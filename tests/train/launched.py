@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, parse_args
+from torch.distributed.run import config_from_args, get_args_parser, parse_args
 
 from tests.lib.processes import lives
 from tests.lib.ranks import PRELOADED
@@ -22,6 +22,8 @@ from tests.train.runs import ROOT, command, listening
 
 #: So that agents find out within seconds that another one is gone, and wait for one that is slow.
 _SOON = "last_call_timeout=20,keep_alive_interval=2,keep_alive_max_attempt=3"
+#: Torch before 2.13 has no such option, and waits for 30 s.
+_SHUTDOWN = ["--shutdown-timeout", "5"] if "--shutdown-timeout" in get_args_parser().format_help() else []
 
 
 class Job:
@@ -48,7 +50,7 @@ class Job:
         """
         options = ["--nnodes", hosts, "--nproc-per-node", str(ranks), "--rdzv-id", "job", "--rdzv-backend", "c10d"]
         options += ["--rdzv-endpoint", self._endpoint, "--rdzv-conf", _SOON, "--max-restarts", "3"]
-        options += ["--monitor-interval", "0.1", "--shutdown-timeout", "5", "-m", "penstock"]
+        options += ["--monitor-interval", "0.1", *_SHUTDOWN, "-m", "penstock"]
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         agent = context.Process(target=_agent, args=(options, self._words, self._folder, dies))
