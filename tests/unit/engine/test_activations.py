@@ -305,12 +305,12 @@ def test_memory_of_activations_goes_with_an_offload_and_with_close(tier: str, tm
 
 
 class Noting(SimulatedStreams):
-    """Notes when copies of activations begin and end; those up are late: each runs once it is waited for, or let go."""
+    """Notes when copies of activations begin and end; those up wait until they, or later anything, is waited for."""
 
     def __init__(self) -> None:
         super().__init__(lambda stream, nbytes: 0.0)
         self.notes: list[tuple[str, str, int]] = []
-        self.let_go = False
+        self.any_wait = False
 
     def submit(self, stream: str, work: Work, *, label: Label = NO_LABEL, **rest: Any) -> Event:
         if label.unit != "activation":
@@ -323,7 +323,7 @@ class Noting(SimulatedStreams):
 
         def noted() -> Any:
             if stream == UPLOAD:
-                until_waited_for(mine, or_once=lambda: self.let_go)
+                until_waited_for(mine, or_once=lambda: self.any_wait and until_waited_for() is None)
             self.notes.append(("begins", stream, storage))
             done = work()
             self.notes.append(("ends", stream, storage))
@@ -354,11 +354,12 @@ def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:
     reading = {storage for what, stream, storage in streams.notes if (what, stream) == ("submitted", UPLOAD)}
     reading -= {storage for what, stream, storage in streams.notes if (what, stream) == ("ends", UPLOAD)}
     assert reading, "some are on their way"
-    streams.let_go = True
     before = len(streams.notes)
+    streams.any_wait = True  # a forward waits for none of them
     optimizer.backward(loss_of(model, 0))
+    optimizer.close()
     after = streams.notes[before:]
-    again = [storage for storage in reading if ("begins", DOWNLOAD, storage) in after]
-    assert again, "their homes are taken all the same"
-    for storage in again:
-        assert after.index(("ends", UPLOAD, storage)) < after.index(("begins", DOWNLOAD, storage))
+    assert [what for what, stream, _ in after if stream == DOWNLOAD].count("ends") > len(reading) / 2
+    for storage in reading:
+        written = [place for place, note in enumerate(after) if note == ("begins", DOWNLOAD, storage)]
+        assert all(after.index(("ends", UPLOAD, storage)) < place for place in written)
