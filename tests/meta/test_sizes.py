@@ -41,7 +41,7 @@ PACKAGES = {
     "checkpoint": (2079, 10),
     "cli": (1936, 20),
     "doctor": (214, 1),
-    "engine": (6837, 29),
+    "engine": (6834, 29),
     "ext": (2879, 13),
     "integrations": (3737, 38),
     "runtime": (2393, 14),

@@ -12,14 +12,13 @@ from penstock.engine.forward_backward.casts import InputCasts
 from penstock.engine.forward_backward.forward import Forward, ModuleHooks, never_compile
 from penstock.engine.forward_backward.gather import Gatherer
 from penstock.engine.forward_backward.order import ActivePasses
-from penstock.engine.forward_backward.saved_tensors import ActivationOffload, SavedTensors, SavedView
+from penstock.engine.forward_backward.saved_tensors import ActivationOffload, SavedTensors
 from penstock.engine.gradients.proxy import GradientProxies
 from penstock.engine.gradients.reduce import Reducer
 from penstock.engine.step.context import EngineContext
 from penstock.engine.step.owner_thread import OwnerThread, in_backward
 from penstock.engine.step.step import Stepper
-from penstock.engine.unit.dtensor import is_divided
-from penstock.engine.unit.parameter import KeptSavedTensor, ReadWatch, weakly
+from penstock.engine.unit.parameter import ReadWatch, weakly
 from penstock.engine.unit.unit import Unit
 from penstock.runtime.modes import engine_entry
 
@@ -71,10 +70,8 @@ class Hooks:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
         before, after = untraced(engine_entry(self.forward.before)), untraced(engine_entry(self.forward.after))
         never_compile(Forward.has_nothing_to_do, in_backward, OwnerThread.goes_on_here, OwnerThread.is_over)
-        # Torch before 2.13 calls these beside compiled code as well.
-        never_compile(SavedTensors._pack, Gatherer.owner_of, is_divided, SavedView.__init__, KeptSavedTensor.__init__)
-        never_compile(SavedTensors._unpack, KeptSavedTensor.take)
-        never_compile(SavedTensors._show, below=True)  # the code of every `engine_entry`: nothing of engine mode is
+        # Torch before 2.13 calls these beside compiled code as well, and would compile all that they call.
+        never_compile(SavedTensors._pack, SavedTensors._unpack, below=True)
         model, may_pass = self._context.model, self.forward.has_nothing_to_do
         self.read = untraced(engine_entry(self.forward.gather_for_read))
         owners = self.forward.owners
