@@ -63,12 +63,17 @@ def tensor_bytes() -> int:
     return sum(found.values())
 
 
+def native_threads() -> int:
+    """Threads of this process, those of C++ too. One that was joined is listed for a moment."""
+    return len(os.listdir("/proc/self/task"))
+
+
 def what_engines_take() -> dict[str, int]:
     """What engines take of the process."""
     return {
         "bytes": tensor_bytes(),
         "python threads": threading.active_count(),
-        "threads": len(os.listdir("/proc/self/task")),
+        "threads": native_threads(),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
 

@@ -45,14 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Set aside what the collection made: it lives to the end, and each `gc.collect()` would walk through all of it."""
+    """Collect no garbage meanwhile: what the collection of tests makes lives to the end."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
-        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,7 +1,6 @@
 """Many engines in one process: side by side, one after the other, and what is left when they are gone."""
 
 import gc
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.accounts import what_engines_take
+from tests.accounts import native_threads, what_engines_take
 from tests.lib.engines import ON_CPU, prepared
 from tests.lib.models import Block, seeded
 from tests.lib.streams import inline, late, separate, simulated
@@ -172,8 +171,7 @@ def test_a_model_that_is_prepared_and_closed_again_and_again_takes_no_more_each_
         gc.collect()
         made = Counter(kind for kind in map(type, gc.get_objects()) if str(kind.__module__).startswith("penstock."))
         taken = what_engines_take()
-        # A thread that was joined is listed for a moment: wait until there are no more than after the last round.
-        while step == 2 and len(os.listdir("/proc/self/task")) > threads:
+        while step == 2 and native_threads() > threads:
             time.sleep(0.001)
         threads = taken.pop("threads")
         seen.append((taken, made))
