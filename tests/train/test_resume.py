@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from transformers import TrainerState
 
 import penstock
+from penstock.integrations.transformers.resuming import is_whole
 from tests.train.runs import (
     CPU,
     MIXED,
@@ -35,6 +37,9 @@ def killing(when: str, step: int, number: int = signal.SIGKILL, rank: int | None
 
     def hook(event: str, state: Any) -> None:
         if event == when and state.global_step == step and os.environ.get("RANK", "0") == str(rank or 0):
+            # A checkpoint is written beside the steps that follow, and is one to go on from when it is whole.
+            while number == signal.SIGKILL and not all(map(is_whole, Path.cwd().glob("*/checkpoint-*"))):
+                time.sleep(0.01)
             os.kill(os.getpid(), number)
 
     return hook
