@@ -5,7 +5,6 @@ TRL's is its script (`trl.scripts.sft`), with its own parser: what `trl sft --co
 
 import json
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
@@ -254,18 +253,17 @@ def checkpoints(out: Path) -> list[str]:
 def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run a function in several processes, with the variables of a launcher and no group yet.
 
-    The server of forks finds what it imports in the folder that it is started in.
+    As torchrun does, the launcher serves the store that they meet at: a port that is chosen and closed again may be
+    another's when rank 0 opens it. The server of forks finds what it imports in the folder that it is started in.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with chdir(ROOT):
-        return run_ranks_here(_as_launched, world_size, port, work, args, fresh=True)
+        return run_ranks_here(_as_launched, world_size, store.port, work, args, fresh=True)
 
 
 def _as_launched(rank: int, port: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     return work(rank, *args)
 
 

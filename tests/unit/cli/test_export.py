@@ -1,7 +1,6 @@
 """`penstock export`: what is typed reaches the library, and comes out."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
@@ -35,10 +35,9 @@ def test_export(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
 
 def test_two_processes_divide_the_files(tmp_path: Path) -> None:
     masters = saved(tmp_path / "step")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     words = [sys.executable, "-m", "penstock", "export", "step", "out", "--dtype", "fp32", "--max-shard-bytes", "300B"]
     ranks = [
         subprocess.Popen(words, env=common | {"RANK": str(rank)}, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
