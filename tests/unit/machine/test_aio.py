@@ -35,25 +35,6 @@ def queue() -> Iterator[Queue]:
         yield queue
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "checked"), [(PAGE_BYTES, True), (CHUNK_BYTES, False), (5 * MIB + 3 * PAGE_BYTES, True)]
-)
-def test_what_was_written_is_read(tmp_path, queue, nbytes, checked):
-    source, into = memory(nbytes, seed=1), memory(nbytes)
-    with File(queue, tmp_path / "file", nbytes + 2 * PAGE_BYTES) as file:
-        write = file.write(PAGE_BYTES, source, checksum=checked)
-        write.wait()
-        read = file.read(PAGE_BYTES, into, checksum=write.checksum if checked else None)
-        read.wait()
-        assert write.done()
-        assert read.done()
-        assert write.checksum == (checksum(source) if checked else 0)
-        assert (file._native.bytes_written, file._native.bytes_read) == (nbytes, nbytes)
-    assert torch.equal(source, into)
-    raw = (tmp_path / "file").read_bytes()
-    assert raw == bytes(PAGE_BYTES) + source.numpy().tobytes() + bytes(PAGE_BYTES)
-
-
 PAGES = 64
 STEP = st.tuples(st.booleans(), st.integers(0, PAGES - 1), st.integers(1, PAGES), st.integers(0, 2**31))
 

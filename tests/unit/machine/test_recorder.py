@@ -19,7 +19,6 @@ from penstock.runtime import hardware
 from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import (
-    DONE,
     DOWNLOAD,
     READ,
     UPDATE,
@@ -96,17 +95,6 @@ def seconds(span: TraceSpan) -> float:
 
 
 class TestWork:
-    def test_late_work_is_seen_with_its_delay_on_its_stream(self, late):
-        with recorded(late) as found:
-            first = late.submit(READ, lambda: None, label=Label("gather", "a", tile=0))
-            late.submit(UPLOAD, lambda: None, after=(DONE, first), label=Label("gather", "a", tile=0))
-        read, upload = found[0].spans
-        assert not read.inline
-        assert seconds(read) >= TICK
-        assert seconds(upload) >= TICK
-        assert upload.start >= read.stop
-        assert (read.after, upload.after) == ((), (0,))
-
     def test_a_transfer_is_over_when_it_is_over_not_when_somebody_looks(self, inline):
         transfer = Transfer(0.0)
         with recorded(inline) as found:

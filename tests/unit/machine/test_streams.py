@@ -16,7 +16,6 @@ from penstock.ext.observe.observer import observe
 from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.streams import (
     COLLECTIVE,
-    DONE,
     DOWNLOAD,
     FETCH,
     READ,
@@ -75,29 +74,6 @@ def any_streams(request: pytest.FixtureRequest, accelerator: FakeAccelerator) ->
 
 
 on = partial(pytest.mark.parametrize, "any_streams", indirect=True)
-
-
-def fail() -> None:
-    raise BrokenError("the disk is gone")
-
-
-@on(["inline", "late"])
-def test_work_of_a_stream_runs_in_the_order_of_submission(any_streams):
-    order: list[int] = []
-    events = [any_streams.submit(UPDATE, lambda n=number: order.append(n)) for number in range(10)]
-    events[-1].synchronize()
-    assert order == list(range(10))
-    assert all(event.done() for event in events)
-
-
-@on(["inline", "late"])
-def test_work_runs_after_the_events_it_names_on_any_stream(any_streams):
-    order: list[str] = []
-    first = any_streams.submit(DOWNLOAD, lambda: order.append(DOWNLOAD))
-    second = any_streams.submit(COLLECTIVE, lambda: order.append(COLLECTIVE), after=(DONE, first))
-    third = any_streams.submit(UPLOAD, lambda: order.append(UPLOAD), after=(first, second))
-    third.wait()
-    assert order == [DOWNLOAD, COLLECTIVE, UPLOAD]
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -179,26 +155,20 @@ def zero(buffer: torch.Tensor) -> None:
     buffer.zero_()
 
 
-@pytest.fixture
-def streams() -> Iterator[InlineStreams]:
-    streams = InlineStreams(CPU)
-    yield streams
+def test_what_follows_a_transfer_on_its_stream_keeps_the_order_and_other_streams_do_not_wait():
+    streams = inline()
+    transfer, order = Transfer(), []
+    read = streams.submit(READ, lambda: transfer)
+    streams.submit(UPDATE, lambda: order.append("after the read"), after=(read,))
+    last = streams.submit(UPDATE, lambda: order.append("next"))
+    streams.submit(UPLOAD, lambda: order.append("elsewhere"))
+    assert order == ["elsewhere"]
+    transfer.end()
+    last.synchronize()
+    assert order == ["elsewhere", "after the read", "next"]
+    streams.submit(UPDATE, lambda: order.append(threading.current_thread().name))
+    assert order[-1] == threading.current_thread().name, "once its thread is idle, at once again"
     streams.close()
-
-
-class TestInlineStreamsBesideTransfers:
-    def test_what_follows_on_its_stream_keeps_the_order_and_other_streams_do_not_wait(self, streams):
-        transfer, order = Transfer(), []
-        read = streams.submit(READ, lambda: transfer)
-        streams.submit(UPDATE, lambda: order.append("after the read"), after=(read,))
-        last = streams.submit(UPDATE, lambda: order.append("next"))
-        streams.submit(UPLOAD, lambda: order.append("elsewhere"))
-        assert order == ["elsewhere"]
-        transfer.end()
-        last.synchronize()
-        assert order == ["elsewhere", "after the read", "next"]
-        streams.submit(UPDATE, lambda: order.append(threading.current_thread().name))
-        assert order[-1] == threading.current_thread().name, "once its thread is idle, at once again"
 
 
 @pytest.mark.parametrize(

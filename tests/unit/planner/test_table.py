@@ -127,19 +127,6 @@ def test_reasons_say_what_the_next_best_would_have_cost():
     assert explain(plan(why=())) == text
 
 
-def test_the_block_at_the_start_of_a_run():
-    assert block(DESKTOP) == shows("""
-        plan: step 4.12 s, 3,977 tokens/s, bound by: host update
-          params 0.31 device + 0.69 host; gradients host; optimizer 0.83 host + 0.17 nvme
-          activations device (recomputed); overlap forward
-          step                   4.12 s
-          host update            3.25 s
-          device compute         2.10 s
-          NVMe reads             0.31 s
-          host-to-device link    4.20 ms
-    """)
-
-
 def test_the_block_at_the_end_of_a_run_names_what_differs():
     measured = {"step": 4.9, "host update": 4.1, "device compute": 2.11, "host-to-device link": 0.02, OUTSIDE: 0.3}
     assert block(DESKTOP, measured).splitlines()[3:] == [

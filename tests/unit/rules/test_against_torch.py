@@ -278,24 +278,6 @@ def one() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(2))]
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "name", "states"),
-    [
-        (ADAMW, {}, "adamw", ["exp_avg", "exp_avg_sq"]),
-        (ADAM, {}, "adam", ["exp_avg", "exp_avg_sq"]),
-        (ADAM, {"amsgrad": True}, "adam", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
-        (SGD, {}, "sgd", []),
-        (SGD, {"momentum": 0.9}, "sgd", ["momentum_buffer"]),
-        (ADAGRAD, {}, "adagrad", ["sum"]),
-        (Lion, {}, "lion", ["exp_avg"]),
-    ],
-)
-def test_names_and_states_of_rules(cls: Any, options: dict[str, Any], name: str, states: list[str]) -> None:
-    rule = rule_for(cls(one(), **options))
-    assert rule.name == name
-    assert [(s.name, s.dtype, s.scale_name) for s in rule.states] == [(s, torch.float32, None) for s in states]
-
-
 def test_states_in_fewer_bits() -> None:
     optimizer = ADAMW(one())
     assert [spec.dtype for spec in rule_for(optimizer, StateFormat("bf16")).states] == [torch.bfloat16] * 2
