@@ -1,7 +1,5 @@
 """What an update sums in passing: all of it in native code, of runs with gaps, and only where somebody asks."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -72,22 +70,6 @@ def test_a_record_is_its_runs_and_what_no_run_touches() -> None:
     assert sums.of(record) == (before, checksum(record))
     assert before != checksum(record)
     assert not torch.equal(param, whole.param)
-
-
-def test_nothing_is_summed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, step_scalars = rule_and_hyper("adamw")
-    asked: list[Any] = []
-    update = _native.update
-
-    def note(*args: Any, **kwargs: Any) -> list[tuple[int, int]]:
-        asked.append(kwargs["summed"])
-        return update(*args, **kwargs)
-
-    monkeypatch.setattr(_native, "update", note)
-    rule.update_many(
-        [(make(rule, *random_inputs(300), STORAGES[2], GRADS[1]), step_scalars)], 1.0, None, RecordChecksums([])
-    )
-    assert asked == [[]]
 
 
 def test_rules_with_kernels_sum_and_others_do_not() -> None:
