@@ -177,7 +177,7 @@ def test_rows_of_penstock_are_predicted(call: ModuleType, tmp_path: Path) -> Non
     predict, rows = importlib.import_module("predict"), importlib.import_module("rows")
     predict.Machine.read("h100-node").write(tmp_path / "machine.json")
     known = rows.contenders(batch=2, sequence=32, folder=str(tmp_path), max_grad_norm=1.0)
-    names = ("plain", "penstock-device", "penstock-all-cpu-activations", "penstock-optimizer-nvme")
+    names = ("plain", "penstock-all-cpu-activations", "penstock-optimizer-nvme")
     common = {"status": "measured", "steady_step_ms": 1.0, "memory_gb": 80.0, "batch": 2, "sequence": 32}
     common |= {"arithmetic": {"recompute": True, "chunked_loss": True}, "predicted": None}
     told = [{"name": name, "setup": known[name].setup, "options": known[name].options} | common for name in names]

@@ -6,7 +6,6 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -283,35 +282,6 @@ class TestAcceleratorStreams:
             with pytest.raises(AssertionError, match="a thread of ours has no compute"):
                 worker.submit(lambda wrong=wrong: wrong() and None).synchronize()
         worker.close()
-
-    def test_gathers_have_memory_of_the_uploads(self, streams, accelerator):
-        seen = []
-        storage = torch.UntypedStorage.resize_
-
-        def resize(self: Any, nbytes: int) -> None:
-            seen.append((accelerator.current_stream().name, nbytes))
-            storage(self, nbytes)
-
-        buffer = streams.make_buffer(4, torch.float32)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.UntypedStorage, "resize_", resize)
-            streams.deallocate(buffer)
-            assert accelerator.log == ["upload waits for compute"], "compute may still read it"
-            streams.allocate(buffer)
-            streams.allocate(buffer)
-        assert seen == [("upload", 0), ("upload", 16)]
-
-    def test_what_is_given_up_goes_when_its_event_is_over(self, streams, accelerator):
-        accelerator.over = False
-        buffer = torch.zeros(3)
-        gone = weakref.ref(buffer)
-        streams.keep_alive((buffer,), until=streams.submit(UPLOAD, partial(zero, buffer)))
-        del buffer
-        streams.submit(DOWNLOAD, lambda: None)
-        assert gone() is not None, "the device is not past it"
-        accelerator.over = True
-        streams.submit(DOWNLOAD, lambda: None)
-        assert gone() is None
 
 
 def test_a_worker_keeps_no_buffer_alive_while_it_waits():
