@@ -365,12 +365,6 @@ def test_folders_need_figures_of_disks(command: Command, asked: list[dict[str, A
     assert [seen["precision"] for seen in asked] == ["fp32"]
 
 
-def test_a_figure_that_is_missed_is_stated_by_its_option(command: Command, bare: Callable[..., str]) -> None:
-    outcome = command("--machine", bare("host_memory"))
-    assert outcome.err.startswith("penstock: error: The machine 'bare' has no figure host_memory")
-    assert outcome.err.endswith("or state it: host_memory=NUMBER.\n")
-
-
 def test_this_machine_is_probed_where_none_is_named(
     penstock_command: Command, monkeypatch: pytest.MonkeyPatch, described: Path, asked: list[dict[str, Any]]
 ) -> None:
