@@ -103,11 +103,11 @@ TABLE: dict[str, dict[str, list[str]]] = {
     },
 }
 OPTIONS = [(command, option, values) for command, rows in TABLE.items() for option, values in rows.items()]
-#: A quarter of the values of each option: others are tried on others.
+#: A sixth of the values of each option: others are tried on others.
 ROWS = [
     (command, option, value)
     for number, (command, option, values) in enumerate(OPTIONS)
-    for value in values[number % 4 :: 4] or values[:1]
+    for value in values[number % 6 :: 6] or values[:1]
 ]
 
 

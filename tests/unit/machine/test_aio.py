@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import NvmeError
-from penstock.runtime.aio import File, Queue, Transfer, check_space, checksum, existing_folder
+from penstock.runtime.aio import File, Queue, Transfer, checksum, existing_folder
 from penstock.runtime.host_memory import PAGE_BYTES
 from tests.lib.fuzz import examples
 from tests.lib.interrupts import interrupt
@@ -353,14 +353,3 @@ def test_what_is_no_folder(tmp_path, name, says, number):
     assert f"The nvme path '{tmp_path / name}' {says}" in str(caught.value)
     assert "Placement(nvme_path=...)" in str(caught.value)
     assert caught.value.errno == number
-
-
-def test_too_little_space(tmp_path, monkeypatch):
-    fields = list(os.statvfs(tmp_path))
-    fields[1], fields[3], fields[4] = 512, 9, 4  # fragments of 512 bytes: 9 free, 4 of them for users
-    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
-    check_space(tmp_path, 2048)
-    with pytest.raises(NvmeError, match=r"needs 2,049 bytes, and .* 2,048 bytes free\. Free 1 bytes, keep") as caught:
-        check_space(tmp_path, 2049)
-    assert caught.value.errno == errno.ENOSPC
-    assert str(tmp_path) in str(caught.value)
