@@ -25,7 +25,6 @@ from penstock.runtime.streams import (
     FailedEvent,
     HostEvent,
     HostWorker,
-    InlineStreams,
     Streams,
     all_of,
 )
@@ -108,32 +107,6 @@ def test_an_error_surfaces_at_every_wait_and_at_those_of_what_follows_and_stops_
     assert ran == [2]
     any_streams.submit(UPLOAD, lambda: ran.append(3)).synchronize()
     assert ran == [2, 3], "its stream goes on"
-
-
-@on(["inline", "accelerator"])
-def test_a_collective_after_a_read_is_issued_by_its_caller_before_what_that_does_next(any_streams, accelerator):
-    """And not by a thread, at a time of its own on each rank."""
-    transfer, gathering, order = Transfer(), Transfer(), []
-    read = any_streams.submit(READ, lambda: transfer)
-    copied = any_streams.submit(UPLOAD, lambda: order.append("copied"), after=(read,))
-    timer = threading.Timer(0.02, transfer.end)
-    timer.start()
-
-    def gather() -> Transfer | None:
-        order.append(threading.get_ident())
-        return gathering if isinstance(any_streams, InlineStreams) else None
-
-    gathered = any_streams.submit(COLLECTIVE, gather, after=(copied,))
-    order.append("the user's")
-    assert order == ["copied", threading.get_ident(), "the user's"]
-    if isinstance(any_streams, InlineStreams):
-        assert not gathered.done(), "it goes on"
-        gathering.end()
-        gathered.wait()
-    else:
-        assert "collective waits for upload" in accelerator.log
-        assert gathered.done()
-    timer.join()
 
 
 def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage():

@@ -23,6 +23,23 @@ def transfers() -> Transfers:
     return Transfers(SimulatedStreams(lambda stream, nbytes: 0.0), Ring())
 
 
+@pytest.mark.parametrize("what", ["the last write of the source", "the last write of the target", "its reads"])
+def test_a_copy_waits_for(what: str, transfers: Transfers) -> None:
+    source, target, over = storage(1.0), storage(2.0), HostEvent()
+    if what == "its reads":
+        target.note_read(HostEvent())
+        target.memory.read.parts()[0].run(lambda: None)  # one that is over does not count
+        target.note_read(over)
+    else:
+        (source if what == "the last write of the source" else target).note_write(over)
+    copied = transfers.copy(source, target, NO_LABEL)
+    assert not copied.done()
+    assert values(target) == [2.0]
+    over.run(lambda: None)
+    copied.synchronize()
+    assert values(target) == [1.0]
+
+
 def test_a_write_is_after_all_reads_before_it(transfers: Transfers) -> None:
     """Nobody waits for those again: a device that is always behind would make a chain of them."""
     one, read = storage(1.0), HostEvent()
