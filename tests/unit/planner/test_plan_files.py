@@ -70,8 +70,6 @@ def test_files_of_other_versions_are_read_without_what_nothing_reads_any_more(tm
         ({"placement": {"nvme_path": 3}}, "nvme_path=3: use a folder, a list of folders, or None."),
         ({"options": {"tile_bytes": 1}}, "Options(tile_bytes=1): use a whole number of bytes, 4096 or more."),
         ({"step_s": 10**70}, "step_s=1e+70 contradict each other"),
-        ({"step_range_s": [1, 2, 3]}, "'step_range_s' has 3 items: use 2"),
-        ({"lacks": [7]}, "'lacks[0]' is 7: use an object"),
     ],
 )
 def test_a_value_that_no_plan_has_is_refused_with_its_file_and_key(changes, words, tmp_path):
