@@ -181,7 +181,6 @@ MISTAKES = {
     "convert-config nowhere.yaml": "nowhere.yaml is not read",
     "inspect a-folder": "is no whole checkpoint",
     "export nowhere out": "nowhere does not exist",
-    "export . out --dtype int8": "dtype='int8'",
     "export . out --max-shard-bytes big": "Invalid value for '--max-shard-bytes': 'big' is not a size",
     "export checkpoint out --merge-adapters": "there are no adapters",
     "export a b --averag": "--average",

@@ -178,9 +178,10 @@ def test_a_home_that_is_named_is_looked_at_beside_the_homes_of_a_run(
         (["--gpus", "8", "--hosts", "3"], "torchrun --nnodes 3 --nproc-per-node 8 -m penstock train --placement auto"),
         (["--recompute", "on"], "--max_length 16 --bf16 true --packing --max_grad_norm 0.5"),
         (["--recompute", "off"], "--packing --gradient_checkpointing false --max_grad_norm 0.5"),
-        (["--accumulation", "4"], "--max_length 16 --gradient_accumulation_steps 4 --bf16 true"),
-        (["--packing", "off"], "--max_length 16 --bf16 true --gradient_checkpointing false"),
-        (["--precision", "fp32"], "--bf16 false --packing"),
+        (
+            ["--accumulation", "4", "--packing", "off", "--precision", "fp32"],
+            "--max_length 16 --gradient_accumulation_steps 4 --bf16 false --gradient_checkpointing false",
+        ),
         (["--overlap", "none"], "run, planned with --out plan.json: penstock train --plan plan.json"),
         (["--optimizer-name", "lion", "--stage", "2"], "--rule lion --max_grad_norm 0.5 --stage 2"),
         (["--optimizer-name", "sgd", "--options", "tile_bytes=8KiB"], "--optim sgd"),
