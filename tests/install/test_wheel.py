@@ -1,4 +1,4 @@
-"""Penstock is installed where nothing compiles: from a wheel, which trains; from source, which says what is missing."""
+"""Installed where nothing compiles, a wheel trains and loads little; a build from source says what is missing."""
 
 import os
 import shutil
@@ -11,19 +11,33 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TRAINS = """
-import penstock, torch
+import sys, torch
+before = {*sys.modules}
+import penstock
+penstock.prepare
+print(penstock.__file__)
+print(*{*sys.modules} - before)
 model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
 placement = penstock.Placement(params="cpu", grads="cpu", optimizer="nvme", nvme_path=".")
 optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), placement=placement, max_grad_norm=1.0)
-before = optimizer.full_param(model[0].weight).clone()
-for step in range(2):
+values = optimizer.full_param(model[0].weight).clone()
+def step():
     optimizer.backward(model(torch.ones(4, 32)).square().mean())
     assert not optimizer.step().skipped
     optimizer.zero_grad()
-assert not torch.equal(optimizer.full_param(model[0].weight), before)
+step()
+assert not torch.equal(optimizer.full_param(model[0].weight), values)
+optimizer.save("saved")
+print(*sys.modules)
+with optimizer.trace("trace.json"):
+    step()
+print(*sys.modules)
 optimizer.close()
-print(penstock.__file__)
+for name in penstock.__all__:
+    getattr(penstock, name)
+print(*sys.modules)
 """
+NOT_FOR_TRAINING = {"transformers", "rich", "typer", "tensorboard", "safetensors", "datasets", "tokenizers"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +61,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return kept | {"PATH": str(tools), "OMP_NUM_THREADS": "1"}
 
 
-def test_a_wheel_trains_where_nothing_compiles(wheel: Path, bare: dict[str, str], tmp_path: Path) -> None:
+def test_a_wheel_trains_where_nothing_compiles_and_loads_little(
+    wheel: Path, bare: dict[str, str], tmp_path: Path
+) -> None:
+    """Little beside torch, counted in modules, and nothing of `penstock.ext` that was not asked for."""
     storage = tmp_path / "fresh"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(storage)], check=True)
     python = storage / "bin" / "python"
@@ -61,7 +78,16 @@ def test_a_wheel_trains_where_nothing_compiles(wheel: Path, bare: dict[str, str]
     run.mkdir()
     done = subprocess.run([python, "-c", TRAINS], cwd=run, env=bare, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_relative_to(packages)
+    file, *modules = done.stdout.splitlines()
+    assert Path(file).is_relative_to(packages)
+    added, of_a_run, traced, of_all_names = ({*line.split()} for line in modules)
+    assert "penstock.preparing" in added
+    assert len({name for name in added if not name.startswith("penstock")}) <= 12  # 7
+    assert len(added) <= 240  # 232
+    assert not {name for name in of_a_run if name.startswith("penstock.ext")}
+    assert "penstock.ext.observe.trace" in traced
+    assert "penstock.ext.observe.record" not in traced, "each output by itself"
+    assert not {name.split(".")[0] for name in of_all_names} & NOT_FOR_TRAINING
     command = [storage / "bin" / "penstock", "--version"]
     said = subprocess.run(command, cwd=run, env=bare, capture_output=True, text=True, check=True).stdout
     assert said.split()[1] == wheel.name.split("-")[1]

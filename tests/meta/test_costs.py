@@ -4,16 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.costs import DEAREST, FILE_SECONDS, Meter, report
-
-
-def test_the_dearest_files_and_those_above_their_line_are_named() -> None:
-    cheap = {f"test_{number:02}.py": number / 10 for number in range(2 * DEAREST)}
-    assert [line.split()[1] for line in report(cheap)[1:]] == [
-        f"tests/test_{2 * DEAREST - n:02}.py" for n in range(1, 11)
-    ]
-    dear = {f"test_{number:02}.py": FILE_SECONDS + 1 for number in range(2 * DEAREST)}
-    assert sum(", above " in line for line in report(dear)) == 2 * DEAREST
+from tests.costs import Meter
 
 
 def test_a_run_far_above_its_lines_passes() -> None:

@@ -45,10 +45,8 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
         ("def f() -> None:\n    '''Give the memory back.'''", True),
         ("def f() -> bool:\n    '''Whether it is over.'''", True),
         ("def f() -> None:\n    '''Whether it is over.'''", False),
-        ("def f() -> None:\n    '''The memory that is left.'''", False),
         ("def f() -> None:\n    '''All tiles of a unit were submitted.'''", False),
         ("def f() -> None:\n    '''Copy of a buffer.'''", False),
-        ("def f() -> None:\n    '''Work: copy a tensor.'''", False),
         ("def f() -> None:\n    '''Returns the name.'''", False),
     ],
 )

@@ -94,24 +94,22 @@ def test_one_that_fails_or_is_not_there_is_a_row_of_each_batch_size_and_the_next
 
 
 def test_the_command_writes_a_report_that_can_be_drawn(
-    kit: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kit: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Measured in this process: a process for each is what the stand-in above has."""
+
+    def in_this_process(command: list[str], *rest: Any) -> str:
+        monkeypatch.setattr("sys.argv", command[1:])
+        importlib.import_module("measure").main()
+        return ""
+
+    monkeypatch.setattr(kit, "run_limited", in_this_process)
     monkeypatch.setattr(kit, "describe", lambda threads: importlib.import_module("machine").describe())
     monkeypatch.setattr(kit.parts, "end_on_signals", lambda: None)
     names, out, folder = ["plain", "penstock-optimizer-nvme"], tmp_path / "report.json", tmp_path / "nvme"
     folder.mkdir()
-    words = [
-        *TINY,
-        *LIMITS,
-        "--chunked-loss",
-        "--contenders",
-        ",".join(names),
-        "--folder",
-        str(folder),
-        "--out",
-        str(out),
-    ]
-    monkeypatch.setattr("sys.argv", ["run.py", *words])
+    words = [*TINY, *LIMITS, "--chunked-loss", "--contenders", ",".join(names)]
+    monkeypatch.setattr("sys.argv", ["run.py", *words, "--folder", str(folder), "--out", str(out)])
     kit.main()
     assert list(folder.iterdir()) == []
     report = json.loads(out.read_text())
@@ -124,15 +122,9 @@ def test_the_command_writes_a_report_that_can_be_drawn(
 
     draw = importlib.import_module("draw")
     for case, drawn in (("step", "rect"), ("curves", "polyline")):
-        capsys.readouterr()
         (tmp_path / f"{case}.json").write_text(json.dumps(report | {"case": case}))
         monkeypatch.setattr("sys.argv", ["draw.py", str(tmp_path / f"{case}.json"), "--plots", str(tmp_path)])
         draw.main()
-        head, *rows = (
-            line for line in capsys.readouterr().out.splitlines() if line.startswith("|") and "---" not in line
-        )
-        assert [row.split(" | ")[0][2:] for row in rows] == [name for name in names for _ in (1, 2)]
-        assert {row.count("|") for row in rows} == {head.count("|")}
         root = ElementTree.parse(tmp_path / f"{case}.svg").getroot()
         found = [element.tag.rpartition("}")[2] for element in root]
         assert found.count(drawn) == 4 + (drawn == "rect"), "one for each, and the ground"

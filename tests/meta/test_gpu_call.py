@@ -177,7 +177,7 @@ def test_rows_of_penstock_are_predicted(call: ModuleType, tmp_path: Path) -> Non
     predict, rows = importlib.import_module("predict"), importlib.import_module("rows")
     predict.Machine.read("h100-node").write(tmp_path / "machine.json")
     known = rows.contenders(batch=2, sequence=32, folder=str(tmp_path), max_grad_norm=1.0)
-    names = ("plain", "penstock-device", "penstock-all-cpu-activations", "penstock-optimizer-nvme")
+    names = ("plain", "penstock-all-cpu-activations", "penstock-optimizer-nvme")
     common = {"status": "measured", "steady_step_ms": 1.0, "memory_gb": 80.0, "batch": 2, "sequence": 32}
     common |= {"arithmetic": {"recompute": True, "chunked_loss": True}, "predicted": None}
     told = [{"name": name, "setup": known[name].setup, "options": known[name].options} | common for name in names]
@@ -194,21 +194,3 @@ def test_the_page_is_what_the_reports_say(call: ModuleType) -> None:
     draw = importlib.import_module("draw")
     text = (ROOT / "docs" / "gpu.md").read_text()
     assert text == draw.drawn_into(text, draw.folders_of(call.RESULTS))
-
-
-def test_a_table_leaves_out_what_no_row_says_and_names_what_failed(call: ModuleType) -> None:
-    draw = importlib.import_module("draw")
-    row: dict[str, Any] = dict.fromkeys(importlib.import_module("rows").RATES)
-    row |= {"name": "plain", "status": "measured", "reason": "", "note": "", "memory_gb": None, "batch": 4}
-    row |= {"tokens_per_second": 100.0, "steady_step_ms": 320.0, "step_ms": 400.0, "device_peak_bytes": 2e9}
-    row |= {"resident_bytes": 1e9, "host_ms": {"forward": 1.0, "backward": 2.0, "step": 3.0}}
-    planned = {"step_ms": 390.0, "device_peak_bytes": 3e9, "host_peak_bytes": 4e9}
-    link = {"up": {"bytes_per_second": 40e9, "of_pinned_copies": 0.8}}
-    ours = row | {"name": "ours", "tokens_per_second": 80.0, "predicted": planned, "link": link}
-    failed = row | {"name": "third", "status": "failed", "reason": "a | b\nc"}
-    head, _, *rows = draw.table({"settings": {"batch": 4}, "rows": [row, ours, failed]})
-    assert "losses" not in head
-    assert "MFU" not in head
-    assert {line.count("|") for line in (head, *rows)} == {head.count("|")}
-    assert rows[1].startswith("| ours | 4 | 80 | 0.80 | 320, 400 | 6, - | 390 | 2.0 (3.0) | 1.0 (4.0) | 40.0 (0.80) ")
-    assert rows[2].startswith("| third | 4 | failed: a / b | ")

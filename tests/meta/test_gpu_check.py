@@ -1,6 +1,8 @@
 """The check for GPUs on a cpu: rows as they come, whatever hangs, crashes or is killed."""
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import signal
@@ -144,6 +146,13 @@ def test_the_check_runs_on_a_cpu(
     """With two tests of its own: `tests/device/test_gpu_suite.py` runs the real ones."""
     check = importlib.import_module("gpu_check")
     assert [file for files in check.TESTS.values() for file in files if not (BENCHMARKS.parent / file).is_file()] == []
+
+    def describe() -> Any:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(check.DESCRIBE, {})
+        return json.loads(said.getvalue())
+
+    monkeypatch.setattr(check, "describe", describe)  # without a process
     monkeypatch.setattr(parts, "end_on_signals", lambda: None)
     monkeypatch.setattr(check, "TESTS", {"movement": [str(tmp_path / "test_two.py")]})
     tests = "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('nothing is there')\ndef test_c(): 1 / 0\n"

@@ -10,81 +10,58 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CheckpointError
 from tests.hostile_checkpoints import grown
-from tests.lib.memory import disks
+from tests.lib.engines import assert_same_state, prepared, state, train
+from tests.lib.models import Adapted, seeded
 
 WIDTH = 64
 
 
-class Adapted(nn.Module):
-    """y = W x + B A x, with a frozen W, some of it codes."""
+class Coded(Adapted):
+    """An adapter, the frozen base of which has codes too."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        super().__init__(WIDTH)
         self.codes = nn.Parameter(torch.randint(-9, 9, (WIDTH, WIDTH)).to(torch.int8), requires_grad=False)
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.codes.to(x.dtype) / 99 + self.up(self.down(x))
+        return super().forward(x) + x @ self.codes.to(x.dtype) / 99
 
 
-def prepared(seed: int = 0, **how: Any) -> tuple[nn.Module, penstock.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(Adapted(), Adapted())
-    owned = [p for p in model.parameters() if p.requires_grad]
-    return model, penstock.prepare(model, torch.optim.AdamW(owned, lr=1e-2), **{"precision": "bf16", **how})
-
-
-def step(model: nn.Module, optimizer: penstock.Optimizer) -> float:
-    loss = model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)).float().square().mean()
-    optimizer.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def values(model: nn.Module, optimizer: penstock.Optimizer) -> dict[str, Tensor]:
-    return {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+def coded() -> nn.Module:
+    return seeded(lambda: nn.Sequential(Coded(), Coded()))
 
 
 def tile_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.tiles"))
 
 
-NVME = penstock.Placement(params="nvme", optimizer="cpu", nvme_path=disks())
-
-
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_resume_is_exact_and_the_base_is_not_written(blocking: bool, tmp_path: Path) -> None:
-    model, optimizer = prepared()
-    for _ in range(2):
-        step(model, optimizer)
+    model, optimizer = prepared(coded, precision="bf16")
+    train(model, optimizer, 2)
     optimizer.save(tmp_path / "whole")
     optimizer.save(tmp_path / "small", frozen=False, blocking=blocking, extra={"step": 2})
-    expected = [step(model, optimizer) for _ in range(2)], values(model, optimizer)
+    losses, expected = train(model, optimizer, 2, first=2), state(model, optimizer)
     optimizer.close()
     base = 2 * 2 * (WIDTH * WIDTH + 256) + 2 * WIDTH * WIDTH
     assert tile_bytes(tmp_path / "whole") - tile_bytes(tmp_path / "small") >= base
     assert tile_bytes(tmp_path / "small") < 4 * 4 * 4096 + 12 * 2 * 2 * 2 * WIDTH
 
-    other, resumed = prepared(placement=NVME, stage=1)
-    step(other, resumed)
+    other, resumed = prepared(coded, precision="bf16", params="nvme", optimizer="cpu", stage=1)
+    train(other, resumed)
     assert resumed.load(tmp_path / "small") == {"step": 2}
-    found = [step(other, resumed) for _ in range(2)], values(other, resumed)
+    assert train(other, resumed, 2, first=2) == losses
+    assert_same_state(state(other, resumed), expected)
     resumed.close()
-    assert found[0] == expected[0]
-    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
 def test_an_export_takes_what_was_left_out_from_a_folder(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    torch.manual_seed(0)
-    plain = nn.Sequential(Adapted(), Adapted())  # in fp32, and trained against in bf16
+    plain = coded()  # in fp32, and trained against in bf16
     save_file({name: p.detach().clone() for name, p in plain.named_parameters()}, tmp_path / "base.safetensors")
-    model, optimizer = prepared()
-    step(model, optimizer)
+    model, optimizer = prepared(coded, precision="bf16")
+    train(model, optimizer)
     optimizer.save(tmp_path / "small", frozen=False)
     optimizer.save(tmp_path / "whole")
     optimizer.close()
@@ -111,7 +88,7 @@ def test_an_export_takes_what_was_left_out_from_a_folder(tmp_path: Path) -> None
 def test_an_export_without_its_base_is_refused(name: str | None, shape: Any, text: str, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    model, optimizer = prepared()
+    model, optimizer = prepared(coded, precision="bf16")
     optimizer.save(tmp_path / "small", frozen=False)
     optimizer.close()
     tensors = {key: p.detach().clone() for key, p in model.named_parameters() if key != "0.codes"}
@@ -124,7 +101,7 @@ def test_an_export_without_its_base_is_refused(name: str | None, shape: Any, tex
 
 def test_a_base_in_parts_is_not_taken_for_whole(tmp_path: Path) -> None:
     """A load that fails in the middle leaves the base in parts; one without a base cannot mend it."""
-    model, optimizer = prepared()
+    model, optimizer = prepared(coded, precision="bf16")
     optimizer.save(tmp_path / "small", frozen=False)
     optimizer.save(tmp_path / "whole")
     (data,) = (tmp_path / "whole").glob("*.tiles")
@@ -137,7 +114,7 @@ def test_a_base_in_parts_is_not_taken_for_whole(tmp_path: Path) -> None:
     data.write_bytes(intact)
     optimizer.load(tmp_path / "whole")
     optimizer.load(tmp_path / "small")
-    step(model, optimizer)
+    train(model, optimizer)
     optimizer.close()
 
 
@@ -149,7 +126,7 @@ def test_a_base_in_parts_is_not_taken_for_whole(tmp_path: Path) -> None:
     ],
 )
 def test_a_marker_that_says_what_is_not_so(saved: str, name: str, text: str, tmp_path: Path) -> None:
-    model, optimizer = prepared()
+    model, optimizer = prepared(coded, precision="bf16")
     optimizer.save(tmp_path / "whole")
     optimizer.save(tmp_path / "small", frozen=False)
 
@@ -158,10 +135,10 @@ def test_a_marker_that_says_what_is_not_so(saved: str, name: str, text: str, tmp
         return 0
 
     grown(tmp_path / saved, tmp_path / "lying", lie, 0)
-    before = values(model, optimizer)
+    before = state(model, optimizer)
     with pytest.raises(CheckpointError, match=text):
         optimizer.load(tmp_path / "lying")
     with pytest.raises(CheckpointError, match=text):
         penstock.export(tmp_path / "lying", tmp_path / "out", base=tmp_path)
-    assert all(torch.equal(value, before[key]) for key, value in values(model, optimizer).items())
+    assert_same_state(state(model, optimizer), before)
     optimizer.close()

@@ -70,21 +70,6 @@ def test_any_parts_become_any_others(cuts, tile):
         assert torch.equal(values, part(whole, own))
 
 
-BAD = [
-    ([[0, 2, 4], [0, 6]], 0, (1, 0), "overlap"),
-    ([[0, 4], [0, 3, 6]], 1, (0, 2), "overlap"),
-    ([[0, 2, 4], [0, 3, 6]], 3, (0, 0), "overlap"),
-]
-
-
-@pytest.mark.parametrize(("cuts", "which", "offsets", "said"), BAD)
-def test_parts_that_overlap_are_none_of_a_whole(cuts, which, offsets, said):
-    there = extents(cuts)
-    there[which] = there[which]._replace(offsets=offsets)
-    assert said in str(why_not_whole(there[0].shape, there))
-    assert "12 of its 24" in str(why_not_whole((4, 6), extents([[0, 2, 4], [0, 6]])[:1]))
-
-
 def write(folder: Path, values: dict[str, Tensor], cuts: Mapping[str, Cuts], monkeypatch: pytest.MonkeyPatch) -> None:
     """Write a checkpoint whose parameters are in parts, each a unit of its own."""
     plain = importing._sources

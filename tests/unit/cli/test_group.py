@@ -1,3 +1,5 @@
+"""A command among those that a launcher has started: who waits for whom, and what is no number."""
+
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,12 +8,20 @@ import torch.distributed as dist
 
 from penstock.cli import group
 from penstock.cli.group import joined
-from penstock.errors import EngineError
+from penstock.errors import ConfigError, EngineError
 
 
 def test_alone_no_group_is_joined() -> None:
     with joined() as rank:
         assert (rank, dist.is_initialized()) == (0, False)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_launcher_that_says_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for value in ("", "x", "-1", "1.5", str(10**30)):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"^The launcher's {name}="), joined():
+            pass
 
 
 @pytest.fixture

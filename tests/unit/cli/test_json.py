@@ -2,9 +2,7 @@
 
 import ctypes
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.main
@@ -51,11 +49,3 @@ def test_standard_output_is_json_and_nothing_else(
     said = capfd.readouterr()
     assert end.value.code in (0, 1), said.err
     assert key in json.loads(said.out)
-
-
-@pytest.mark.parametrize("words", ["inspect nowhere", "plan --machine nowhere", "plan --gpus 0", "probe --out /"])
-def test_an_error_is_on_standard_error(penstock_command: Callable[..., Any], words: str) -> None:
-    outcome = penstock_command(*words.split(), "--json")
-    assert (outcome.exit_code, outcome.out) == (2, "")
-    assert outcome.err.startswith("penstock: error: ")
-    assert outcome.err.count("\n") == 1

@@ -1,6 +1,5 @@
 """`penstock probe`: its table, its file, and what it refuses before anything is measured."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,11 +60,6 @@ def test_folders_seconds_and_out(penstock_command: Callable[..., Any], measured:
     assert Machine.read(tmp_path / "machine.json").probed
     assert not (tmp_path / "cache").exists()
     assert penstock_command("probe", "--out", "machine.json").exit_code == 0  # a machine's file may be replaced
-
-
-def test_json_is_what_the_file_has(penstock_command: Callable[..., Any], measured: list[Any], tmp_path: Path) -> None:
-    outcome = penstock_command("probe", "--json", "--out", "machine.json")
-    assert json.loads(outcome.out) == json.loads((tmp_path / "machine.json").read_text())
 
 
 def test_nothing_else_is_overwritten_and_nothing_measured(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import NvmeError
-from penstock.runtime.aio import File, Queue, Transfer, check_space, checksum, existing_folder
+from penstock.runtime.aio import File, Queue, Transfer, checksum, existing_folder
 from penstock.runtime.host_memory import PAGE_BYTES
 from tests.lib.fuzz import examples
 from tests.lib.interrupts import interrupt
@@ -33,25 +33,6 @@ CHUNK_BYTES = MIB
 def queue() -> Iterator[Queue]:
     with Queue(3, chunk_bytes=CHUNK_BYTES) as queue:
         yield queue
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "checked"), [(PAGE_BYTES, True), (CHUNK_BYTES, False), (5 * MIB + 3 * PAGE_BYTES, True)]
-)
-def test_what_was_written_is_read(tmp_path, queue, nbytes, checked):
-    source, into = memory(nbytes, seed=1), memory(nbytes)
-    with File(queue, tmp_path / "file", nbytes + 2 * PAGE_BYTES) as file:
-        write = file.write(PAGE_BYTES, source, checksum=checked)
-        write.wait()
-        read = file.read(PAGE_BYTES, into, checksum=write.checksum if checked else None)
-        read.wait()
-        assert write.done()
-        assert read.done()
-        assert write.checksum == (checksum(source) if checked else 0)
-        assert (file._native.bytes_written, file._native.bytes_read) == (nbytes, nbytes)
-    assert torch.equal(source, into)
-    raw = (tmp_path / "file").read_bytes()
-    assert raw == bytes(PAGE_BYTES) + source.numpy().tobytes() + bytes(PAGE_BYTES)
 
 
 PAGES = 64
@@ -372,14 +353,3 @@ def test_what_is_no_folder(tmp_path, name, says, number):
     assert f"The nvme path '{tmp_path / name}' {says}" in str(caught.value)
     assert "Placement(nvme_path=...)" in str(caught.value)
     assert caught.value.errno == number
-
-
-def test_too_little_space(tmp_path, monkeypatch):
-    fields = list(os.statvfs(tmp_path))
-    fields[1], fields[3], fields[4] = 512, 9, 4  # fragments of 512 bytes: 9 free, 4 of them for users
-    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
-    check_space(tmp_path, 2048)
-    with pytest.raises(NvmeError, match=r"needs 2,049 bytes, and .* 2,048 bytes free\. Free 1 bytes, keep") as caught:
-        check_space(tmp_path, 2049)
-    assert caught.value.errno == errno.ENOSPC
-    assert str(tmp_path) in str(caught.value)

@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.errors import ConfigError
+from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid, grid_of
 
 
@@ -42,3 +44,15 @@ def test_what_is_no_mesh_is_refused_in_one_line(sizes: Any, words: str) -> None:
 def test_ranks_of_tp_are_neighbours_and_copies_are_furthest_apart() -> None:
     grid = Grid(shards=4, replicas=3, tp=2)
     assert [grid.stride(dimension) for dimension in ("tp", "shard", "replicate")] == [1, 2, 8]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_single_process_is_a_grid_of_one_and_says_nothing_to_anybody(sharded: bool) -> None:
+    ranks = Collectives.from_mesh(None, sharded=sharded)
+    assert (ranks.shards, ranks.shard_rank, ranks.replicas, ranks.world_size) == (1, 0, 1, 1)
+    values = torch.ones(3)
+    ranks.all_reduce(values)
+    ranks.broadcast(values)
+    ranks.broadcast_part(values, 0)
+    assert values.eq(1).all()
+    assert not ranks.counts

@@ -1,8 +1,6 @@
 """Passes that compute makes on a cpu are made by the threads that torch computes with."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,26 +13,10 @@ from penstock.rules.formats import deposit, squared_norm
 from penstock.runtime import system
 from penstock.runtime.streams import copy, on_worker
 from penstock.runtime.system import compute_pool, stay_alone
+from penstock.runtime.workers import HostWorker
+from tests.lib.ranks import run_ranks
 
 CPU = torch.device("cpu")
-TEAMS = """
-import torch
-from pathlib import Path
-from penstock.runtime.workers import HostWorker
-
-def native_threads():
-    return len(list(Path("/proc/self/task").iterdir()))
-
-torch.set_num_threads(2)
-source, target = torch.ones(1 << 20), torch.empty(1 << 20)
-target.copy_(source)
-workers = []
-for alone in (True, False):
-    before = native_threads()
-    workers.append(HostWorker("copies", alone=alone))
-    workers[-1].submit(lambda: [None, target.copy_(source)][0]).synchronize()
-    print(native_threads() - before, torch.get_num_threads())
-"""
 NUMEL = 5 * (1 << 16) + 77  # pieces for several threads, and a rest
 
 
@@ -85,11 +67,23 @@ def test_a_forked_child_works_alone(awake):
     assert os.waitpid(child, 0)[1] == 0
 
 
+def teams(rank: int) -> list[tuple[int, int]]:
+    """Threads that a copy of a worker starts, its own among them, and those that compute has, where it has two."""
+    torch.set_num_threads(2)
+    source, target = torch.ones(1 << 20), torch.empty(1 << 20)
+    target.copy_(source)
+    found, workers = [], []  # one that ends is listed for a moment
+    for alone in (True, False):
+        before = native_threads()
+        workers.append(HostWorker("copies", alone=alone))
+        workers[-1].submit(lambda: [None, target.copy_(source)][0]).synchronize()
+        found.append((native_threads() - before, torch.get_num_threads()))
+    return found
+
+
 def test_a_thread_that_moves_values_has_no_team():
     """Else torch's threads are more than the cores, and none of them spins any more."""
-    found = subprocess.run([sys.executable, "-c", TEAMS], capture_output=True, text=True, check=True)
-    # Its own thread, and those that it has started; compute keeps its two.
-    assert found.stdout.splitlines() == ["1 2", "2 2"]
+    assert run_ranks(teams, 1, fresh=True) == [[(1, 2), (2, 2)]]
 
 
 def test_what_moves_on_threads_of_ours_beside_compute_moves_alone(monkeypatch, tmp_path):

@@ -1,6 +1,5 @@
 """What an observer sees of each back end: when work ran, what it followed, who waited for it."""
 
-import math
 import threading
 import time
 import weakref
@@ -13,14 +12,14 @@ import pytest
 import torch
 
 from penstock.ext.observe import observer
-from penstock.ext.observe.observer import observe
-from penstock.ext.observe.timeline import Recording, TraceSpan, TraceTimeline
+from penstock.ext.observe.observer import WaitSums, observe
+from penstock.ext.observe.timeline import Recording, TraceTimeline
 from penstock.runtime import hardware
 from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import (
-    DONE,
     DOWNLOAD,
+    FETCH,
     READ,
     UPDATE,
     UPLOAD,
@@ -35,23 +34,18 @@ from tests.lib.accelerator import FakeAccelerator
 from tests.lib.streams import BrokenError, simulated, until_waited_for
 
 CPU = torch.device("cpu")
-TICK = 0.02  # seconds
 
 
 class Transfer:
-    """A read or write that was over after some time, or is over when somebody waits for it."""
+    """A read or write that is over since it was made."""
 
-    def __init__(self, seconds: float | None = None) -> None:
-        self.ended = time.monotonic() + seconds if seconds is not None else math.inf
+    def __init__(self) -> None:
+        self.ended = time.monotonic()
 
     def done(self) -> bool:
-        return time.monotonic() >= self.ended
+        return True
 
-    def wait(self) -> None:
-        if self.ended == math.inf:
-            self.ended = time.monotonic() + TICK
-        while not self.done():
-            time.sleep(TICK / 10)
+    def wait(self) -> None: ...
 
 
 def zero(buffer: torch.Tensor) -> None:
@@ -62,8 +56,8 @@ def hold(gate: threading.Event) -> None:
     gate.wait()
 
 
-def sleep(seconds: float = TICK) -> None:
-    time.sleep(seconds)
+def sleep() -> None:
+    time.sleep(0.002)
 
 
 @pytest.fixture
@@ -75,8 +69,7 @@ def inline() -> Iterator[InlineStreams]:
 
 @pytest.fixture
 def late() -> Iterator[SimulatedStreams]:
-    """Every piece of work takes a tick."""
-    streams = SimulatedStreams(lambda stream, nbytes: TICK)
+    streams = simulated(most_seconds=0)
     yield streams
     streams.close()
 
@@ -91,24 +84,9 @@ def recorded(streams: Streams, **options: Any) -> Iterator[list[Recording]]:
     found.append(watching.end_trace(wait=True))
 
 
-def seconds(span: TraceSpan) -> float:
-    return span.stop - span.start
-
-
 class TestWork:
-    def test_late_work_is_seen_with_its_delay_on_its_stream(self, late):
-        with recorded(late) as found:
-            first = late.submit(READ, lambda: None, label=Label("gather", "a", tile=0))
-            late.submit(UPLOAD, lambda: None, after=(DONE, first), label=Label("gather", "a", tile=0))
-        read, upload = found[0].spans
-        assert not read.inline
-        assert seconds(read) >= TICK
-        assert seconds(upload) >= TICK
-        assert upload.start >= read.stop
-        assert (read.after, upload.after) == ((), (0,))
-
     def test_a_transfer_is_over_when_it_is_over_not_when_somebody_looks(self, inline):
-        transfer = Transfer(0.0)
+        transfer = Transfer()
         with recorded(inline) as found:
             event = inline.submit(READ, lambda: transfer, nbytes=8)
             sleep()
@@ -155,12 +133,6 @@ class TestWork:
 
 class TestWaits:
     """Compute and the host are the same where compute is the host."""
-
-    @pytest.fixture
-    def late(self) -> Iterator[SimulatedStreams]:
-        streams = simulated(most_seconds=0)
-        yield streams
-        streams.close()
 
     def test_compute_and_the_host_wait(self, late):
         with recorded(late) as found:
@@ -297,3 +269,22 @@ class TestDevices:
         watching.turn_to(Label("forward", "b"))
         found = watching.end_trace(wait=False)
         assert found.compute == [], "the first is where the trace ends"
+
+
+def test_a_chain_of_events_is_let_go_of() -> None:
+    """Each event knows what it follows, and that what it followed: kept, a run would keep all of its steps."""
+    streams = simulated(most_seconds=0.0)
+    observe(streams).waits = WaitSums(streams)
+    go = threading.Event()
+    first = streams.submit(UPDATE, partial(hold, go))
+    gone = weakref.finalize(streams.submit(FETCH, lambda: None, after=[first]), lambda: None)
+    last = first
+    for _ in range(50):
+        last = streams.submit(UPLOAD, lambda: None, after=[last])
+    go.set()
+    last.synchronize()
+    streams.submit(UPLOAD, lambda: None, after=[last]).synchronize()
+    streams.submit(UPLOAD, lambda: None).synchronize()
+    assert not gone.alive
+    assert last.job.before == ()  # type: ignore[attr-defined]
+    streams.close()

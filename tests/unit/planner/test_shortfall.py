@@ -2,10 +2,7 @@
 
 from dataclasses import replace
 
-import pytest
-
-from penstock.config import TierName
-from penstock.planner.workload import Change, Infeasible, Limits, StepWorkload, fits, lacks, missing
+from penstock.planner.workload import Change, Infeasible, Limits, StepWorkload, lacks
 
 GIB = 1 << 30
 LOAD = StepWorkload(
@@ -26,21 +23,6 @@ LOAD = StepWorkload(
 def change(found: Infeasible, what: str) -> Change:
     (one,) = (each for each in found.changes if each.what == what)
     return one
-
-
-@pytest.mark.parametrize(
-    ("limits", "lacking"),
-    [
-        ({"device": 24 * GIB, "cpu": 120 * GIB}, {}),
-        # 122 GiB and a byte in all: 24 on the device, 96 in host memory with shadows of none. Told on the slowest tier.
-        ({"device": 24 * GIB, "cpu": 90 * GIB}, {"cpu": 112 * GIB - 14 * GIB - 89 * GIB}),
-        ({"device": 9 * GIB, "cpu": 200 * GIB}, {"device": GIB}),  # what has to be there
-        ({"device": 9 * GIB, "cpu": 113 * GIB - 1}, {"device": GIB, "cpu": 1}),
-    ],
-)
-def test_what_is_missing_is_told_by_tier(limits: dict[TierName, int], lacking: dict[TierName, int]) -> None:
-    assert missing(LOAD, Limits(limits)) == lacking
-    assert fits(LOAD, Limits(limits)) is not bool(lacking)
 
 
 def test_no_disk_makes_room_on_the_device() -> None:

@@ -57,13 +57,6 @@ def test_a_unit_that_stays_gathered_comes_once_for_several_micro_batches() -> No
     assert one.forward_gathered_bytes - two.forward_gathered_bytes == 2 * 5 * BIAS
 
 
-def test_ranks_of_a_host_share_its_memory_and_its_disks() -> None:
-    alone, two, apart = plain(), load(world_size=2), load(world_size=2, hosts=2)
-    for flow in ("read", "write", "update"):
-        assert two.rates[flow]["host memory"] == pytest.approx(2 * alone.rates[flow]["host memory"])
-        assert apart.rates[flow] == pytest.approx(alone.rates[flow])
-
-
 def test_files_are_spread_over_folders_and_the_memory_that_they_pass_is_one() -> None:
     one, two = plain(), load(folders=["/a", "/b"], machine=desktop().replace(folders=2))
     assert two.rates["read"]["read 0"] == pytest.approx(one.rates["read"]["read 0"] / 2)

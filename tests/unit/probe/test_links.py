@@ -1,10 +1,10 @@
-"""What is free, what can be page-locked, and what a job costs."""
+"""What can be page-locked."""
 
 import pytest
 import torch
 
 from penstock.probe import links
-from penstock.probe.links import free_memory, measure_jobs, measure_room
+from penstock.probe.links import measure_room
 from penstock.probe.sampling import Deadline
 from tests.lib.memory import pinning_on_cpu
 
@@ -28,11 +28,3 @@ def test_memory_is_page_locked_in_steps_until_it_is_refused(monkeypatch: pytest.
     assert figures["pinnable_memory"].value == figures["host_memory"].value
     assert figures["pinnable_memory"].low == 8 * MIB
     assert pinned == {}
-
-
-def test_what_is_free_needs_no_time() -> None:
-    assert free_memory(CPU).keys() == {"host_memory", "device_memory"}
-
-
-def test_a_job_costs_something() -> None:
-    assert measure_jobs(CPU, Deadline(0.05))["job_seconds"].value > 0

@@ -1,10 +1,10 @@
-"""The arithmetic of an average, and how it changes places with parameters."""
+"""How an average changes places with parameters, whatever their bits; what it is: `tests/parity/test_averages.py`."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.rules.average import begin, follow, hide, show
+from penstock.rules.average import hide, show
 from penstock.rules.formats import read_master, write_master
 from tests.unit.rules.segments import STORAGES
 
@@ -52,31 +52,3 @@ def test_what_is_shown_and_hidden_comes_back_bit_for_bit(dtype: torch.dtype, mas
 
 def _half_away(seed: int) -> Tensor:
     return ((any_values(seed).view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.1, 0.5, 0.999, 0.9999, 1.0])
-@pytest.mark.parametrize(("dtype", "master_dtype"), STORAGES, ids=str)
-def test_it_follows_as_torch_has_it(dtype: torch.dtype, master_dtype: torch.dtype | None, decay: float) -> None:
-    generator = torch.Generator().manual_seed(3)
-    param, master = torch.empty(NUMEL, dtype=dtype), None
-    if master_dtype is not None:
-        master = torch.empty(NUMEL, dtype=master_dtype)
-    write_master(param, master, torch.randn(NUMEL, generator=generator))
-    value = read_master(param, master)
-    average = torch.empty(NUMEL)
-    begin(average, param, master)
-    assert torch.equal(average, value)
-    average = torch.randn(NUMEL, generator=generator)
-    wanted = average.lerp(value, 1 - decay)
-    whole = average.clone()
-    follow(whole, param, master, decay, None)
-    if decay == 0:
-        assert torch.equal(whole, value)
-    elif decay > 0.5:
-        assert torch.equal(whole, wanted)
-    else:  # where torch goes from the other end; values are up to 8 apart
-        torch.testing.assert_close(whole, wanted, rtol=0, atol=5e-7)
-    for start, stop in ((0, 256), (256, NUMEL)):  # the same bits however it is cut
-        part = None if master is None else master[start:stop]
-        follow(average[start:stop], param[start:stop], part, decay, None)
-    assert torch.equal(average, whole)

@@ -13,15 +13,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock.construct import number_elements
-from penstock.engine.step.update import UpdateRun, merge
-from penstock.layout import FlatLayout, SlotPiece
 from penstock.rules import Pool, UpdateSlice, deposit, squared_norm
 from penstock.rules.device import update_reference
 from penstock.rules.formats import random_words, step_key
-from penstock.rules.rule import BLOCK_NUMEL, StepScalars
+from penstock.rules.rule import BLOCK_NUMEL
 from tests.unit.rules.segments import (
     FORMATS,
     STORAGES,
@@ -156,47 +153,3 @@ def test_random_words_are_numbered_in_64_bits() -> None:
     signed = torch.tensor(key - (1 << 64) if key >> 63 else key)
     for first, expected in zip((0, *FIRSTS), words, strict=True):
         assert torch.equal(random_words(signed, torch.tensor(first), 1000, 1, device), expected)
-
-
-def test_segments_are_cut_into_pieces_past_the_border() -> None:
-    numel = (1 << 33) + 1000
-    param = torch.empty(numel, dtype=torch.bfloat16, device="meta")
-    codes = torch.empty(numel, dtype=torch.uint8, device="meta")
-    scale = torch.empty(-(-numel // BLOCK_NUMEL), device="meta")
-    pieces = list(UpdateSlice(param, param, None, (codes,), (scale,), first=1 << 40).pieces(1 << 31))
-    assert [piece.param.numel() for piece in pieces] == [1 << 31] * 4 + [1000]
-    assert [piece.first - (1 << 40) for piece in pieces] == [k << 31 for k in range(5)]
-    assert [piece.scale(0).storage_offset() for piece in pieces] == [k << 23 for k in range(5)]
-    assert pieces[-1].states[0].storage_offset() == 1 << 33
-
-
-def test_units_of_any_size_are_laid_out_and_numbered() -> None:
-    shapes = [(90_000, 90_000), (3,), (1 << 20, 1 << 14), (70_000, 70_000)]  # 8.1, 17.2 and 4.9 billion
-    parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
-    layout = FlatLayout.build(["a", "b", "c", "d"], shapes, 2)
-    assert [slot.stop - slot.start for slot in layout.slots] == [p.numel() for p in parameters]
-    assert layout.numel >= sum(p.numel() for p in parameters) > 30_000_000_000
-    firsts = number_elements(parameters)
-    assert [firsts[p] for p in parameters] == [slot.start for slot in layout.slots]
-
-    covered = dict.fromkeys(range(4), 0)
-    for rank in range(2):
-        start, stop = layout.shard_range(rank)
-        tile_numel = (1 << 32) + BLOCK_NUMEL
-        tiles = layout.tiles(rank, tile_numel)
-        assert len(tiles) == -(-(stop - start) // tile_numel)
-        for number, tile in enumerate(tiles):
-            for piece in tile:
-                assert number * tile_numel <= piece.start < piece.stop <= (number + 1) * tile_numel
-                covered[piece.slot] += piece.stop - piece.start
-    assert list(covered.values()) == [p.numel() for p in parameters]
-
-
-def test_runs_join_past_the_border() -> None:
-    step_scalars, end = StepScalars(), (1 << 33) + 40
-    tile = (SlotPiece(0, 0, end), SlotPiece(1, (1 << 33) + 256, 3 << 33), SlotPiece(2, 3 << 33, 4 << 33))
-    bases = {0: 1 << 40, 1: 1 << 40, 2: (1 << 40) + BLOCK_NUMEL}
-    assert merge(tile, dict.fromkeys(range(3), step_scalars), bases) == [
-        UpdateRun(0, 3 << 33, step_scalars, 1 << 40),
-        UpdateRun(3 << 33, 4 << 33, step_scalars, (1 << 40) + BLOCK_NUMEL),
-    ]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.rules import join_master, split_master
-from penstock.rules.formats import read_master, write_given, write_master
-from tests.unit.rules.segments import STORAGES, assert_same_bits, hard_values
+from penstock.rules.formats import write_given, write_master
+from tests.unit.rules.segments import hard_values
 
 
 def from_bits(bits: int) -> Tensor:
@@ -46,19 +46,6 @@ def test_nan_that_rounding_would_carry_into_minus_zero() -> None:
         param, remainder = split_master(from_bits(bits))
         assert param.isnan().all()
         assert join_master(param, remainder).isnan().all()
-
-
-def test_read_and_write_every_form() -> None:
-    value = torch.randn(1000)
-    for dtype, master_dtype in STORAGES:
-        param, master = torch.empty(1000, dtype=dtype), None
-        if master_dtype is not None:
-            master = torch.empty(1000, dtype=master_dtype)
-        write_master(param, master, value)
-        if (dtype, master_dtype) != (torch.bfloat16, None):
-            assert_same_bits(read_master(param, master), value)
-        if master_dtype == torch.float32:
-            assert_same_bits(param, value.to(dtype))
 
 
 @pytest.mark.parametrize("has", ["numbers", "infinite ones", "NaN"])

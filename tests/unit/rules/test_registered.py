@@ -12,7 +12,6 @@ from penstock.errors import ConfigError
 from penstock.optim import register
 from penstock.rules import rule_for
 from tests.unit.rules.classes import Base, parameters
-from tests.unit.rules.test_whole import by_class, normal, run, state
 
 
 class Descent(Base):
@@ -34,18 +33,6 @@ class DescentRule:
 
 def fresh() -> type[Descent]:
     return type("Fresh", (Descent,), {})
-
-
-def test_a_registered_rule_is_believed() -> None:
-    cls = fresh()
-    assert register(cls)(DescentRule) is DescentRule
-    value, grads = normal(12, 40), [normal(12, 40, seed=s) for s in (1, 2)]
-    rule, update_slice = run(cls([nn.Parameter(value.clone())]), value, grads)
-    theirs, kept = by_class(cls, value, grads)
-    assert torch.equal(update_slice.param.view(12, 40), theirs)
-    assert torch.equal(state(rule, update_slice, "mean", 480).view(12, 40), kept["mean"])
-    unstated: Any = rule
-    assert unstated.working_bytes((1024, 1024)) >= 6 * 4 * 1024**2
 
 
 def wrong(after: Callable[..., Any], share: float = 1.0) -> DescentRule:

@@ -1,15 +1,11 @@
-"""What an update sums in passing: all of it in native code, of runs with gaps, and only where somebody asks."""
-
-from typing import Any
+"""What an update sums in passing: all of it in native code, and of rules with kernels alone."""
 
 import pytest
 import torch
 
 from penstock import _native
-from penstock.rules import UpdateSlice, rule_for
-from penstock.rules.rule import RecordChecksums, StepScalars
-from penstock.runtime.aio import checksum
-from tests.lib.memory import memory
+from penstock.rules import rule_for
+from penstock.rules.rule import RecordChecksums
 from tests.unit.rules.segments import (
     FORMATS,
     GRADS,
@@ -34,60 +30,6 @@ def test_native_code_sums_all_that_it_is_asked_to(monkeypatch: pytest.MonkeyPatc
     for tensor in tensors_of(update_slice):
         sums.of(tensor)
     assert set(lengths) == {0}
-
-
-def test_a_record_is_its_runs_and_what_no_run_touches() -> None:
-    """Two runs of a buffer with a gap between them, padding between the kinds and a tail."""
-    rule, step_scalars = rule_and_hyper("adamw", FORMATS[4])
-    numel = 5 * 256
-    whole = make(rule, *random_inputs(numel), STORAGES[2], GRADS[1])
-    assert whole.master is not None
-    scales = [scale for scale in whole.scales if scale is not None]
-    record, offset, views = memory(4 * 4096, seed=1), 0, []
-    for tensor in (whole.master, whole.states[0], scales[0], whole.states[1], scales[1]):
-        offset = -(-offset // 64) * 64 + 128
-        view = record[offset : offset + tensor.nbytes].view(tensor.dtype)
-        view.copy_(tensor)
-        views.append(view)
-        offset += tensor.nbytes
-    master, *states = views
-
-    def run(start: int, stop: int) -> tuple[UpdateSlice, StepScalars]:
-        part, blocks = slice(start, stop), slice(start // 256, -(-stop // 256))
-        values, scales = states[::2], states[1::2]
-        update_slice = UpdateSlice(
-            whole.param[part],
-            whole.grad[part],
-            master[part],
-            tuple(state[part] for state in values),
-            tuple(scale[blocks] for scale in scales),
-            first=start,
-        )
-        return update_slice, step_scalars
-
-    before, param = checksum(record), whole.param.clone()
-    sums = RecordChecksums([record])
-    assert sums.among([whole.param, None, master, record]) == [master, record]
-    rule.update_many([run(0, 300), run(512, 1200)], 0.7, None, sums)
-    assert sums.of(record) == (before, checksum(record))
-    assert before != checksum(record)
-    assert not torch.equal(param, whole.param)
-
-
-def test_nothing_is_summed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, step_scalars = rule_and_hyper("adamw")
-    asked: list[Any] = []
-    update = _native.update
-
-    def note(*args: Any, **kwargs: Any) -> list[tuple[int, int]]:
-        asked.append(kwargs["summed"])
-        return update(*args, **kwargs)
-
-    monkeypatch.setattr(_native, "update", note)
-    rule.update_many(
-        [(make(rule, *random_inputs(300), STORAGES[2], GRADS[1]), step_scalars)], 1.0, None, RecordChecksums([])
-    )
-    assert asked == [[]]
 
 
 def test_rules_with_kernels_sum_and_others_do_not() -> None:

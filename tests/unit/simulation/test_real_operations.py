@@ -12,29 +12,22 @@ import penstock
 from penstock.blueprint import request_for
 from penstock.errors import ConfigError
 from penstock.planner.simulation.simulate import Setup, Simulation, simulate
+from tests.lib.engines import ON_CPU
+from tests.lib.models import stack
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 32)
-        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return x
-
-
-class Deciding(Plain):
+class Deciding(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
         return x * 2 if x.sum() > 0 else x
 
 
+def plain() -> nn.Sequential:
+    return stack(layers=4, width=32)
+
+
 def simulated(model: nn.Module, *, runs_operations: bool, back_end: Any = "threads") -> Simulation:
-    placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+    placement = penstock.Placement(**ON_CPU)
     request = request_for(model, placement=placement, precision="fp32", overlap="forward", units=(nn.Linear,))
     setup = Setup(model, torch.optim.AdamW, lambda: torch.ones(4, 32), back_end=back_end)
     return simulate(replace(setup, runs_operations=runs_operations), request)
@@ -42,7 +35,7 @@ def simulated(model: nn.Module, *, runs_operations: bool, back_end: Any = "threa
 
 @pytest.mark.parametrize("back_end", ["threads", "inline", "accelerator"])
 def test_what_is_performed_is_what_is_simulated(back_end: str) -> None:
-    model = Plain()
+    model = plain()
     fake_tensor = simulated(model, runs_operations=False, back_end=back_end).program
     random_state = torch.get_rng_state()
     real = simulated(model, runs_operations=True, back_end=back_end).program
@@ -59,6 +52,6 @@ def test_what_is_performed_is_what_is_simulated(back_end: str) -> None:
 
 def test_values_that_decide_are_there_where_operations_are_performed() -> None:
     with pytest.raises(ConfigError, match="--measure"):
-        simulated(Deciding(), runs_operations=False)
-    found = simulated(Deciding(), runs_operations=True)
+        simulated(Deciding(*plain()), runs_operations=False)
+    found = simulated(Deciding(*plain()), runs_operations=True)
     assert any(op.name.startswith("aten._local_scalar_dense") for op in found.program.ops)

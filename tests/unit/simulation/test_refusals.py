@@ -66,10 +66,8 @@ def inputs() -> Tensor:
     return torch.ones(2, 8)
 
 
-MEASURE = r"blocks.1.*penstock plan --measure"
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "if of values": (ends(lambda x: x if x.sum() > 0 else -x), MEASURE),
-    "numpy": (ends(Pointer.apply), MEASURE),
+    "numpy": (ends(Pointer.apply), r"blocks.1.*penstock plan --measure"),
     "broken": (
         ends(fails_with(KeyError("pixels\nof the picture"))),
         r"Net cannot be simulated.*pixels.*penstock plan --measure",

@@ -117,7 +117,6 @@ REPEATED: dict[str, tuple[Placement, dict[str, Any]]] = {
     "eight ranks": (ON_CPU, {"machine": "h100-node", "world_size": 8}),
     "cut": (everywhere(0.2, 0.2, 0.15), {"max_grad_norm": 1.0}),
     "recomputed": (ON_CPU, {"recompute": True}),
-    "state on the cpu": (Placement(grads="cpu", optimizer="cpu"), {}),
     "the host and the device in turns": (everywhere(0.5), {}),
     "each updates its own": (everywhere(0.5, 0.5), {}),
 }

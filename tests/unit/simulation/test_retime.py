@@ -42,27 +42,14 @@ class Case:
 
 
 CASES = {
-    # One capacity of a byte/s or two, and jobs that share it.
-    "the last has all of it": Case("threads", "upload 2; download 6", [(0, 4), (0, 8)], sharing(1)),
-    # Download has half of the link, so half a byte/s of memory's two: update has its one byte/s.
-    "what one cannot use is left to others": Case(
-        "threads",
-        "upload 6; download 6; update 6",
-        [(0, 12), (0, 12), (0, 6)],
-        Rates({}, {"link": (1.0, ("upload", "download")), "memory": (2.0, ("download", "update"))}),
-    ),
+    # One capacity of a byte/s, and jobs that share it.
     "a job that begins later slows the one under way": Case(
         "threads", "upload 6; compute 2; download 2", [(0, 8), (2, 6)], sharing(1)
     ),
     "compute shares as well": Case(
         "threads", "update 4; compute 4", [(0, 8)], sharing(1, "update", "compute"), step_s=8
     ),
-    # It starts its follower sooner, which shares a capacity with what compute waits for.
     # Threads
-    "jobs of a stream follow each other": Case("threads", "upload 3; upload 4", [(0, 3), (3, 7)]),
-    "a job follows those that it names": Case(
-        "threads", "upload 3; update 4 after 0; download 1 after 0 1", [(0, 3), (3, 7), (7, 8)]
-    ),
     "a job that waits holds its stream": Case(
         "threads", "update 5; upload 1 after 0; upload 1", [(0, 5), (5, 6), (6, 7)]
     ),

@@ -15,7 +15,7 @@ from penstock.tiers.storage import PASSING, Ring, RingSlot
 from penstock.tiers.transfer import CopyRoute, CopyRoutes
 from penstock.trace import NO_LABEL
 from tests.lib.accelerator import FakeAccelerator
-from tests.lib.streams import BreakingStreams, BrokenError, separate, simulated
+from tests.lib.streams import BreakingStreams, BrokenError, simulated
 
 TILE = 64  # bytes
 
@@ -36,25 +36,6 @@ class Bounce:
     def download(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
         way = CopyRoute(Tier.CPU, True, self.rings)
         return CopyRoutes(streams, Ring(), reader).copy(way, (target,), (source,), after, NO_LABEL)
-
-
-def numbers(numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.arange(1, numel + 1, dtype=torch.float32).to(dtype)
-
-
-@pytest.mark.parametrize("streams", [separate, simulated])
-@pytest.mark.parametrize("reader", BOUNCE_READERS)
-@pytest.mark.parametrize("numel", [1, TILE // 4, TILE // 4 + 1, 1000])
-@pytest.mark.parametrize(("of", "to"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
-def test_all_values_arrive(streams, reader, numel, of, to):
-    """Several times as many as the buffers hold, and cast where the dtype is another."""
-    back_end: Streams = streams()
-    bounce = Bounce()
-    for through in (bounce.upload, bounce.download):
-        source, target = numbers(numel, of), torch.zeros(numel, dtype=to)
-        through(back_end, target, source, DONE, reader=reader).synchronize()
-        assert torch.equal(target, source.to(to))
-    back_end.close()
 
 
 def test_updates_do_not_hold_gathers_up():

@@ -1,13 +1,11 @@
 """The cpu tier: what of it is pinned, within a budget and within what the system allows."""
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 
 from penstock.config import Tier
-from penstock.runtime import host_memory
 from penstock.tiers.host import HostTier, bounce_bytes
 from penstock.tiers.storage import CellPlan, MemorySegment, SegmentPlan
 from penstock.tiers.tier import Store
@@ -84,25 +82,3 @@ def test_where_nothing_can_be_pinned_the_host_waits_and_is_told_so(monkeypatch):
     assert pinned == {}
     assert made["staging"].bounce is None
     assert made["param"].bounce is not None
-
-
-def test_what_no_device_copies_is_neither_pinned_nor_warned_of(monkeypatch):
-    """It is near the device and there from the start all the same: the host's updates run on that node."""
-    pinned = pinning_on_cpu(monkeypatch)
-    near: list[int] = []
-    touched: list[int] = []
-    monkeypatch.setattr(host_memory, "device_node", lambda device: 1)
-    monkeypatch.setattr(host_memory, "prefer_node", lambda address, nbytes, node: near.append(nbytes))
-    monkeypatch.setattr(host_memory, "touch", lambda allocation, threads: touched.append(allocation.numel()))
-    tier = HostTier(CPU, tile_bytes=PAGE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = take(tier, *(replace(plan, copied=plan.storage != "optimizer") for plan in PLANS))
-    assert sorted(pinned.values()) == [pages * PAGE for pages in (10, 100, 100, 100)]
-    assert sorted(near) == sorted(touched) == [pages * PAGE for pages in (10, 100, 100, 100, 400)]
-    assert tier.own == (), "nothing passes buffers"
-    assert made["optimizer"].bounce is not None
-    made["optimizer"].bounce()
-    assert len(tier.own) == 1, "but could"
-    assert PLANS[2].on(Tier.CPU).copied, "what is brought there is brought by a device"
-    assert replace(PLANS[2], copied=False) == PLANS[2], "and is where it was"

@@ -99,16 +99,6 @@ def test_a_home_that_leaves_gives_its_space_back(tmp_path: Path) -> None:
     made.close()
 
 
-def test_files_have_no_name_so_that_none_is_left_behind(tmp_path: Path) -> None:
-    """However the process ends, and whoever cleans the folder meanwhile."""
-    made = tier([tmp_path])
-    allocation = slab_of(made, segment(1))
-    assert file_bytes(tmp_path) == PAGE
-    assert list(tmp_path.iterdir()) == []
-    allocation.close()
-    made.close()
-
-
 def test_folders_that_no_record_goes_to_are_left_alone(tmp_path: Path) -> None:
     """Such as those of a small model on many disks: a file of no bytes is none."""
     parents = folders(tmp_path, 5)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from penstock.config import Tier
-from penstock.errors import NvmeError
 from penstock.runtime.aio import File, Queue
 from penstock.runtime.host_memory import page_aligned
 from penstock.runtime.streams import DONE
@@ -103,23 +102,6 @@ def test_a_range_is_visited_tile_by_tile(file: File, start: int, stop: int, piec
     written = torch.cat([views[0].clone() for _, _, views in storage.visit(0, NUMEL)])
     assert int(written.eq(-1).sum()) == stop - start
     assert bool(written[start:stop].eq(-1).all())
-
-
-def damage(file: File, offset: int) -> None:
-    page = page_aligned(PAGE)
-    file.read(offset, page).wait()
-    page[17] ^= 1
-    file.write(offset, page).wait()
-
-
-def test_bytes_that_changed_in_the_file_are_an_error_that_names_them(file: File) -> None:
-    storage = records(file)
-    number(storage)
-    damage(file, 2 * PAGE)
-    next(storage.visit(0, TILE))
-    kinds = "master and exp_avg and exp_avg_scale and exp_avg_sq"
-    with pytest.raises(NvmeError, match=f"{kinds} of unit 'layers.0', tile 1.*checksum"):
-        next(storage.visit(TILE, 2 * TILE))
 
 
 def test_a_home_is_at_rest_when_its_writes_are_over(file: File) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.config import Tier
-from penstock.errors import MemoryBudgetError, NvmeError
+from penstock.errors import MemoryBudgetError
 from penstock.tiers.host import DeviceTier, HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.storage import CellPlan, MemorySegment, SegmentPlan
@@ -105,12 +105,3 @@ def test_a_tier_that_has_no_room_leaves_nothing_taken_on_the_others(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
     store.close()
     assert len(files.log) == 2, "closed once"
-
-
-def test_disks_refuse_before_memory_is_taken(tmp_path: Path) -> None:
-    host = Watched(HostTier(CPU))
-    store = Store([host, NvmeTier([tmp_path / "missing"], queue_depth=1, checksums=True)])
-    with pytest.raises(NvmeError, match="missing"):
-        store.reserve([PLANS[1], segment("grad", Tier.NVME, ("grad", torch.bfloat16, 1))])
-    assert host.log == []
-    store.close()

@@ -1,6 +1,7 @@
 """Folders of runs, as four kinds of loops leave them; names and samples that nobody should trust."""
 
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,29 @@ HOSTILE = ("<script>alert(1)</script>", '"</script><img src=x onerror=alert(1)>'
 #: A folder may have any name that is no path.
 FOLDER_NAME = "<img src=x onerror=alert(1)>&amp;'\""
 CURVES = {"loss", "lr", "grad-norm", "tokens-per-second", "memory-0", "waits-0", "timeline-0", "placement-0"}
+
+
+class Seen(HTMLParser):
+    """The elements of a page, its attributes and its texts, those of scripts apart."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: dict[str, str | None] = {}
+        self.scripts: list[str] = []
+        self.said = ""
+        self.feed(written)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes |= dict(attrs)
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] == "script":
+            self.scripts.append(data)
+        else:
+            self.said += data
 
 
 class Hostile(nn.Module):

@@ -1,11 +1,11 @@
 """Data stays data: in HTML, inside a script, in a chart."""
 
 import json
-from html.parser import HTMLParser
 
 import pytest
 
 from penstock.cli.reporting.markup import Html, element, label, script_json, text
+from tests.unit.cli.page.runs import Seen
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -19,23 +19,6 @@ HOSTILE = [
     "<a href='javascript:alert(1)'>x</a>",
     "%{y}<extra>",
 ]
-
-
-class Seen(HTMLParser):
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: dict[str, str | None] = {}
-        self.said = ""
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes |= dict(attrs)
-
-    def handle_data(self, data: str) -> None:
-        self.said += data
 
 
 @pytest.mark.parametrize("value", HOSTILE)

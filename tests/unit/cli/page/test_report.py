@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from penstock.cli.reporting.page import page, write_page
 from penstock.cli.reporting.run import read_run
 from penstock.errors import ConfigError
 from tests.lib.memory import disks
-from tests.unit.cli.page.runs import CURVES, FOLDER_NAME, HOSTILE, lines_of, record_loop, write_plan
+from tests.unit.cli.page.runs import CURVES, FOLDER_NAME, HOSTILE, Seen, lines_of, record_loop, write_plan
 
 #: Elements of a page without charts, beside which data must make none.
 OURS = set(
@@ -25,29 +24,6 @@ OURS = set(
         "summary table thead tbody tr th td section article pre b script"
     ).split()
 )
-
-
-class Seen(HTMLParser):
-    """The elements of a page, its attributes and its texts, those of scripts apart."""
-
-    def __init__(self, written: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.names: set[str] = set()
-        self.scripts: list[str] = []
-        self.said = ""
-        self.feed(written)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.names |= {name for name, _ in attrs}
-
-    def handle_data(self, data: str) -> None:
-        if self.tags and self.tags[-1] == "script":
-            self.scripts.append(data)
-        else:
-            self.said += data
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +39,7 @@ def test_names_and_samples_are_text_everywhere(folder: Path) -> None:
     seen = Seen(page([read_run(folder)], "/* plotly */"))
     assert set(seen.tags) <= OURS
     assert len([tag for tag in seen.tags if tag == "script"]) == 3
-    assert not [name for name in seen.names if name.startswith("on")]
+    assert not [name for name in seen.attributes if name.startswith("on")]
     for text in (*HOSTILE, FOLDER_NAME):
         assert text in seen.said
     (data,) = [script for script in seen.scripts if script.startswith("[{")]
@@ -127,7 +103,7 @@ def test_the_page_needs_nothing_else(folder: Path) -> None:
     assert 'name="viewport"' in written
     assert "prefers-color-scheme: dark" in written
     seen = Seen(written)
-    assert not {"src", "href", "srcset", "action"} & seen.names
+    assert not {"src", "href", "srcset", "action"} & seen.attributes.keys()
     assert not re.findall(r"@import|url\(|https?:", "".join(seen.scripts) + written[: written.index("</style>")])
     assert "{{" not in written
 
