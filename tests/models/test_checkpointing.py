@@ -56,15 +56,6 @@ def every_other_block(blocks: nn.ModuleList, x: Tensor, kind: Checkpoint) -> Ten
     return x
 
 
-def segments(blocks: nn.ModuleList, x: Tensor, kind: Checkpoint) -> Tensor:
-    x = kind(straight, blocks[:2], x)
-    return kind(straight, blocks[2:], x)
-
-
-def all_blocks(blocks: nn.ModuleList, x: Tensor, kind: Checkpoint) -> Tensor:
-    return kind(straight, blocks, x)
-
-
 def nested(blocks: nn.ModuleList, x: Tensor, kind: Checkpoint) -> Tensor:
     """Checkpointed segments whose blocks are checkpointed again."""
     x = kind(straight, blocks[:2], x, kind)
@@ -98,8 +89,6 @@ def tail_unused(blocks: nn.ModuleList, x: Tensor, kind: Checkpoint) -> Tensor:
 WAYS: dict[str, Run] = {
     "each_block": straight,
     "every_other_block": every_other_block,
-    "segments": segments,
-    "all_blocks": all_blocks,
     "nested": nested,
     "parts_of_blocks": parts_of_blocks,
     "blocks_used_twice": blocks_used_twice,
@@ -186,7 +175,7 @@ def test_the_whole_model_is_checkpointed(kind):
 
 def test_a_re_run_need_not_stop_early():
     with set_checkpoint_early_stop(False):
-        for way in ("tail_unused", "segments"):
+        for way in ("tail_unused", "nested"):
             check(
                 lambda checkpointed, way=way: Deep(WAYS[way], KINDS["not_reentrant"] if checkpointed else without),
                 lambda model, batch: squared(model(batch.floats(4, 8))),
