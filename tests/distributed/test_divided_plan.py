@@ -16,9 +16,10 @@ from penstock.build import build
 from penstock.config import Placement
 from penstock.engine.unit.dtensor import divided_over, is_divided
 from penstock.planner import Plan, plan, simulated_mesh
-from penstock.planner.simulation.program import OF_MODEL, Program, WorkKind
+from penstock.planner.simulation.program import Program
 from penstock.planner.simulation.simulate import Setup, simulate
 from penstock.runtime.collectives import Collectives
+from tests.distributed import test_volume
 from tests.distributed.test_tensor_parallel import Model, parallelize
 from tests.lib.engines import ON_CPU
 from tests.lib.planning import desktop
@@ -67,17 +68,11 @@ def batch() -> Tensor:
 
 def of_program(program: Program, *, model: bool) -> tuple[Counts, Counts]:
     """How many collectives the last step has, and of how many bytes: the model's own, or the engine's."""
-    counts: Counter[Any] = Counter()
+    found = test_volume.of_program(program, of_model=model)
     nbytes: Counter[Any] = Counter()
-    for item in program.items[program.steps[-2] : program.steps[-1]]:
-        job = program.jobs[item.index] if item.kind is WorkKind.SUBMIT else None
-        found = list(job.collectives) if job is not None and (job.stream == OF_MODEL) is model else []
-        if item.kind is WorkKind.MEET and not model:
-            found.append(program.meetings[item.index])
-        for each in found:
-            counts[each.name] += 1
-            nbytes[each.name if model else (each.name, each.dimension)] += each.nbytes
-    return dict(counts), dict(nbytes)
+    for (name, dimension), count in found["bytes"].items():
+        nbytes[name if model else (name, dimension)] += count
+    return found["counts"], dict(nbytes)
 
 
 def formula(model: nn.Module, shards: int, cell_bytes: int) -> dict[str, int]:
