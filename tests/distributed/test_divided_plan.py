@@ -30,20 +30,23 @@ VOCABULARY = 12
 CELL_BYTES = {"device": 512, "cpu": 4096}  # a tier gives no less
 Counts = Mapping[Any, int]
 
-#: Of each operation, which of what it takes and gives is the whole buffer.
-WHOLE = {"all_reduce": "taken", "reduce_scatter_tensor": "taken", "all_gather_into_tensor": "given"}
-NAMES = {"all_reduce": "all_reduce", "reduce_scatter_tensor": "reduce_scatter", "all_gather_into_tensor": "all_gather"}
+#: Of each operation its name here, and whether what it takes is the whole buffer, or what it gives.
+COLLECTIVES = {
+    "all_reduce": ("all_reduce", True),
+    "reduce_scatter_tensor": ("reduce_scatter", True),
+    "all_gather_into_tensor": ("all_gather", False),
+}
 
 
 class Recorder(TorchDispatchMode):
     """Counts the collectives of DTensors in a step for real."""
 
+    stays = True
+
     def __init__(self) -> None:
         super().__init__()
         self.nbytes: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-
-    stays = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor
@@ -51,10 +54,10 @@ class Recorder(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__
-        if func.namespace == "_c10d_functional" and name in WHOLE:
-            self.counts[NAMES[name]] += 1
-            self.nbytes[NAMES[name]] += (args[0] if WHOLE[name] == "taken" else out).nbytes
+        if func.namespace == "_c10d_functional" and (found := COLLECTIVES.get(func._overloadpacket.__name__)):
+            name, takes_all = found
+            self.counts[name] += 1
+            self.nbytes[name] += (args[0] if takes_all else out).nbytes
         return out
 
 

@@ -65,10 +65,6 @@ def talk(rank: int) -> None:
     optimizer.close()
 
 
-def test_messages_name_the_hosts_of_ranks_where_there_are_several() -> None:
-    run_ranks(talk, 4, start=on_two_hosts)
-
-
 def test_one_host_is_not_named_and_names_may_say_anything() -> None:
     assert names_of_hosts([b"a", b"a"]) == ()
     a, b = names_of_hosts([b"\xff\n\x1b[2J" + b"x" * 1000, b"b"])
@@ -126,10 +122,6 @@ def short_of_memory(rank: int) -> None:
         assert a_step(placement=placement)
 
 
-def test_memory_for_one_rank_of_a_host_is_too_little_for_two_on_every_rank() -> None:
-    run_ranks(short_of_memory, 4, start=on_two_hosts)
-
-
 def short_of_disk(rank: int) -> None:
     folder = Path(disks()[0], f"of-host-{host_name()}")  # hosts have paths of their own
     folder.mkdir(exist_ok=True)
@@ -150,8 +142,15 @@ def short_of_disk(rank: int) -> None:
         assert a_step(placement=placement)
 
 
-def test_a_disk_for_one_rank_of_a_host_is_too_little_for_two_on_every_rank() -> None:
-    run_ranks(short_of_disk, 4, start=on_two_hosts)
+def on_four_ranks(rank: int) -> None:
+    talk(rank)
+    short_of_memory(rank)
+    short_of_disk(rank)
+
+
+def test_messages_name_hosts_and_what_one_rank_of_a_host_has_is_too_little_for_two_on_every_rank() -> None:
+    """One call: its processes are new ones."""
+    run_ranks(on_four_ranks, 4, start=on_two_hosts)
 
 
 def test_ranks_with_limits_of_their_own_share_nothing() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from penstock.runtime.streams import Streams
-from tests.lib.engines import prepare_on
+from tests.lib.engines import ON_CPU, prepared
 from tests.lib.streams import separate, simulated
-from tests.models.contract import HYPER, ON_CPU, Trace, assert_equal
+from tests.models.contract import HYPER, Trace, assert_equal
 from tests.models.family import Batch
 from tests.models.modules_rows import Block, Stack, squared
 from tests.models.transformers_rows import bert, gpt2, image_loss, language_loss, llama, mixtral, t5, t5_loss, vit
@@ -100,13 +100,8 @@ def train(
     model: nn.Module, loss_of: Callable[[nn.Module, Batch], Tensor], make_streams: Callable[[], Streams] = simulated
 ) -> tuple[Trace, list[str]]:
     """Three steps with real gathers; also the forward order that was learned, the same after every step."""
-    optimizer = prepare_on(
-        make_streams(),
-        model,
-        torch.optim.AdamW(model.parameters(), foreach=False, **HYPER),
-        placement=ON_CPU,
-        precision="fp32",
-    )
+    stock = partial(torch.optim.AdamW, foreach=False, **HYPER)
+    _, optimizer = prepared(model, make_streams, stock=stock, **ON_CPU)
     engine = optimizer._engine
     trace, orders = Trace(), []
     for step in range(3):
@@ -228,9 +223,7 @@ def test_a_forward_that_fails_when_it_runs_again_can_be_repeated():
         torch.manual_seed(3)
         model = Stack([Fails() for _ in range(3)])
         model.body = lambda x: straight(model.blocks, x, kind)
-        optimizer = prepare_on(
-            simulated(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
-        )
+        _, optimizer = prepared(model, simulated, **ON_CPU)
         if fails:
             model.blocks[1].fails_at = 2
             with pytest.raises(ValueError, match="out of luck"):

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.lib.engines import prepare_on
-from tests.lib.streams import separate
-from tests.models.contract import HYPER, ON_CPU
+from tests.lib.engines import prepared
 from tests.models.family import Batch
 from tests.models.transformers_rows import language_loss, llama
 
@@ -33,9 +31,7 @@ def test_hooks_of_the_user_see_whole_parameters(registered):
     watch(plain)
     if registered == "before prepare":
         watch(model)
-    optimizer = prepare_on(
-        separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
-    )
+    _, optimizer = prepared(model, params="cpu")
     if registered == "after prepare":
         watch(model)
     for m, backward in ((plain, lambda loss: loss.backward()), (model, optimizer.backward)):
