@@ -79,29 +79,6 @@ def packed(packing: str) -> Family:
     )
 
 
-class BiasBlock(nn.Module):
-    """Hands the bias through unchanged, as T5's layers do with their position bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tanh(self.mix(x) + bias), bias
-
-
-class HandedThrough(Stack):
-    def __init__(self) -> None:
-        super().__init__([BiasBlock() for _ in range(3)])
-        self.bias = nn.Parameter(torch.randn(WIDTH))
-
-    def body(self, x: Tensor) -> Tensor:
-        bias = self.bias * 2
-        for block in self.blocks:
-            x, bias = block(x, bias)
-        return x + bias
-
-
 class OnlyHandsThrough(Stack):
     """A trained block whose only output is its input."""
 
@@ -326,7 +303,6 @@ def encoder_alone(model: nn.Module, batch: Batch, backward: Backward) -> list[Te
 
 GRAPHS = [
     *map(packed, PACKINGS),
-    Family("handed_through", HandedThrough, on_floats(4, 8)),
     Family("only_hands_through", OnlyHandsThrough, on_floats(4, 8)),
     Family("in_place_by_caller", InPlaceByCaller, on_floats(4, 8)),
     Family("in_place_in_block", lambda: Stack([InPlaceInBlock() for _ in range(3)]), on_floats(4, 8)),
