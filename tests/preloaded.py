@@ -1,7 +1,7 @@
 """What the processes of ranks have in common: imported once, by the process that they are forked from.
 
 Each costs a rank that imports it by itself more than most of its work: dynamo, which the first optimizer imports, more
-than a second.
+than a second; what builds engines, with pytest, a third of one.
 """
 
 import contextlib
@@ -12,7 +12,8 @@ import torch._dynamo
 import torch.distributed
 import torch.distributed.device_mesh  # noqa: F401
 
-import penstock  # noqa: F401
+import tests.lib.engines
+import tests.lib.refusals  # noqa: F401
 
 with contextlib.suppress(ImportError):  # a machine with a device may lack it
     import transformers.models.llama.modeling_llama  # noqa: F401

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import penstock
+from tests.lib.engines import prepared
 from tests.lib.ranks import run_ranks
+from tests.lib.streams import inline
 
 WIDTH = 8
 
@@ -55,8 +56,7 @@ def buffers(rank: int, shapes: list[tuple[int, ...] | None]) -> None:
         model = Net(seed=rank)
         held = model.codebook  # by somebody else
         mesh = None if shape is None else init_device_mesh("cpu", shape)
-        given = torch.optim.AdamW(model.parameters())
-        optimizer = penstock.prepare(model, given, precision="fp32", mesh=mesh)
+        _, optimizer = prepared(model, inline, mesh=mesh)
         assert as_lists(model) == as_lists(Net(seed=0))
         assert model.codebook is held
         assert model.alias.codebook is held

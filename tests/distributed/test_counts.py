@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from penstock.runtime.streams import Streams
+from tests.lib import engines
 from tests.lib.engines import prepare_on
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate
@@ -121,14 +122,10 @@ def test_every_collective_of_two_ranks_is_accounted_for() -> None:
 
 
 def counts_of_a_small_unit(rank: int) -> dict[str, int]:
-    model = nn.Linear(4, 2, bias=False)
-    stock = torch.optim.AdamW(model.parameters())
-    optimizer = prepare_on(separate(), model, stock, stage=1)
-    for _ in range(2):
-        optimizer._engine.context.ranks.counts.clear()
-        optimizer.backward(model(torch.ones(1, 4)).float().sum())
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = engines.prepared(nn.Linear(4, 2, bias=False), stage=1)
+    engines.train(model, optimizer)
+    optimizer._engine.context.ranks.counts.clear()
+    engines.train(model, optimizer)
     found = dict(optimizer._engine.context.ranks.counts)
     optimizer.close()
     return found

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import penstock
-from penstock import Placement
 from penstock.errors import ConfigError
-from tests.distributed.test_divided_parameters import CLIP, mesh_of, norm_of, prepared
-from tests.distributed.test_tensor_parallel import Model, batches, loss_of, make, parallelize, whole
-from tests.lib.engines import ON_NVME
+from tests.distributed.test_divided_parameters import CLIP, norm_of
+from tests.distributed.test_tensor_parallel import Model, batches, loss_of, make, mesh_of, parallelize, whole
+from tests.lib.engines import ON_NVME, adamw, prepared
 from tests.lib.ranks import run_ranks
+from tests.lib.refusals import said_by
+from tests.lib.streams import inline
 
 
-def _loaded(rank: int, folder: str, path: str) -> None:
+def _loaded(rank: int, folder: str) -> None:
     """Inference, and meta DTensors that take their values from files, are the model."""
     from safetensors.torch import save_file
 
@@ -28,36 +28,29 @@ def _loaded(rank: int, folder: str, path: str) -> None:
     dist.barrier()
     ids = batches(0, 0, 1)
     values = {name: p.detach() for name, p in expected.named_parameters()}
-    for placed in [{}, {"params": "nvme", "nvme_path": path}]:
-        for optimize in (False, True):
-            with torch.device("meta"):
-                model = Model(13)
-            parallelize(model, mesh["tp"], "sequence")
-            assert all(p.is_meta for p in model.parameters())
-            of_torch = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimize else None
-            optimizer = penstock.prepare(
-                model, of_torch, mesh=mesh, precision="fp32", weights=folder, placement=Placement(**placed)
-            )
-            with torch.no_grad():
-                torch.testing.assert_close(model(ids), expected(ids))
-            for name, p in model.named_parameters():
-                assert torch.equal(optimizer.full_param(p), values[name]), name
-            if optimize:
-                loss_of(model, ids).backward()
-                optimizer.step()
-            optimizer.close()
+    for placed, stock in [({}, None), ({"params": "nvme"}, adamw)]:
+        with torch.device("meta"):
+            model = Model(13)
+        parallelize(model, mesh["tp"], "sequence")
+        assert all(p.is_meta for p in model.parameters())
+        _, optimizer = prepared(model, inline, stock=stock, mesh=mesh, weights=folder, **placed)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids), expected(ids))
+        for name, p in model.named_parameters():
+            assert torch.equal(optimizer.full_param(p), values[name]), name
+        if stock is not None:
+            loss_of(model, ids).backward()
+            optimizer.step()
+        optimizer.close()
         given = parallelize(make(13), mesh["tp"], "plain")
-        optimizer = penstock.prepare(given, None, mesh=mesh, precision="fp32", placement=Placement(**placed))
+        _, optimizer = prepared(given, inline, stock=None, mesh=mesh, **placed)
         with torch.no_grad():
             torch.testing.assert_close(given(ids), expected(ids))
         optimizer.close()
 
 
 def test_inference_and_meta_parameters(tmp_path: Path) -> None:
-    files, tier = tmp_path / "files", tmp_path / "tier"
-    files.mkdir()
-    tier.mkdir()
-    run_ranks(_loaded, 2, str(files), str(tier))
+    run_ranks(_loaded, 2, str(tmp_path))
 
 
 class Halved(Model):
@@ -83,14 +76,10 @@ def on_meta(kind: type[Model], mesh: Any, tied: bool) -> Model:
     return model
 
 
-def _initialised(rank: int, path: str) -> None:
+def _initialised(rank: int) -> None:
     """Each rank has its part of what one rank draws, and draws numbers of its own afterwards."""
     mesh = mesh_of(2, 2)
-    for kind, tied, placed in [
-        (Model, False, {}),
-        (Model, True, {}),
-        (Halved, False, {**ON_NVME, "nvme_path": path}),
-    ]:
+    for kind, tied, placed in [(Model, False, {}), (Model, True, {}), (Halved, False, ON_NVME)]:
         torch.manual_seed(7)
         expected = kind(13)
         if tied:
@@ -107,7 +96,7 @@ def _initialised(rank: int, path: str) -> None:
         torch.manual_seed(7 + rank)
         own = torch.get_rng_state()
         model = on_meta(kind, mesh, tied)
-        optimizer = prepared(model, mesh, placed, weights="init")
+        _, optimizer = prepared(model, inline, mesh=mesh, weights="init", **placed)
         assert torch.equal(torch.get_rng_state(), own if rank else drawn)
         values = dict(expected.named_parameters())
         for name, p in model.named_parameters():
@@ -119,19 +108,18 @@ def _initialised(rank: int, path: str) -> None:
         optimizer.close()
 
 
-def test_divided_parameters_are_initialised_as_on_one_rank(tmp_path: Path) -> None:
-    run_ranks(_initialised, 4, str(tmp_path))
+def test_divided_parameters_are_initialised_as_on_one_rank() -> None:
+    run_ranks(_initialised, 4)
 
 
 def _not_initialised(rank: int) -> str:
     mesh = mesh_of(1, 2)
     model = on_meta(Failing, mesh, tied=True)
     before = dict(model.named_parameters())
-    with pytest.raises(ConfigError) as caught:
-        prepared(model, mesh, {}, weights="init")
+    said = said_by(lambda: prepared(model, inline, mesh=mesh, weights="init"))
     assert all(p is before[name] and p.is_meta for name, p in model.named_parameters())
     assert model.head.weight is model.embedding.weight
-    return str(caught.value)
+    return said
 
 
 def test_a_model_that_is_not_initialised_has_its_dtensors_again() -> None:
@@ -160,7 +148,7 @@ def _joining(rank: int) -> None:
 
     for plan in ("plain", "sequence"):
         (model, of_torch), (same, given) = begun(plan), begun(plan)
-        optimizer = penstock.prepare(same, given, mesh=mesh, precision="fp32", max_grad_norm=CLIP)
+        _, optimizer = prepared(same, inline, stock=lambda _, given=given: given, mesh=mesh, max_grad_norm=CLIP)
         for step in range(3):
             if step == 1:
                 of_torch.add_param_group({"params": joined(model, plan), "lr": 5e-3})
@@ -204,7 +192,7 @@ class Twice(nn.Module):
         return x @ (self.weight if full is None else full())
 
 
-def _twice(rank: int, path: str) -> None:
+def _twice(rank: int) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = mesh_of(1, 2, 2, names=("dp_shard", "tp", "ep"))
@@ -217,8 +205,8 @@ def _twice(rank: int, path: str) -> None:
             model = Twice()
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp", "ep"], placements))
         torch.manual_seed(3 + rank)
-        placed = {**ON_NVME, "nvme_path": path} if number % 2 else {}
-        optimizer = prepared(model, mesh, placed, weights="init", max_grad_norm=CLIP)
+        placed = ON_NVME if number % 2 else {}
+        _, optimizer = prepared(model, inline, mesh=mesh, weights="init", max_grad_norm=CLIP, **placed)
         for _ in range(2):
             torch.testing.assert_close(optimizer.full_param(model.weight), expected.weight.detach())
             expected(x).square().mean().backward()
@@ -233,8 +221,8 @@ def _twice(rank: int, path: str) -> None:
         torch.testing.assert_close(whole(model.weight), expected.weight.detach())
 
 
-def test_two_dimensions_divide_one_parameter(tmp_path: Path) -> None:
-    run_ranks(_twice, 4, str(tmp_path))
+def test_two_dimensions_divide_one_parameter() -> None:
+    run_ranks(_twice, 4)
 
 
 def _asked(rank: int) -> tuple[int, int, str]:

@@ -13,25 +13,19 @@ import penstock
 from penstock.checkpoint.reader import Checkpoint, checkpoints_in, summarize
 from penstock.checkpoint.tiles import TileWriter
 from penstock.ext.interop.dcp import import_checkpoint
-from tests.distributed.test_tensor_parallel import batches, loss_of, make, meshes, parallelize, whole
+from tests.distributed.test_tensor_parallel import batches, loss_of, make, mesh_of, parallelize, whole
+from tests.lib.engines import prepared
 from tests.lib.ranks import run_ranks
+from tests.lib.streams import inline
 
 VOCABULARY = 13  # which two ranks do not divide evenly
 
 
-def _prepared(tp: int, precision: Any = "bf16") -> tuple[Any, Any]:
-    mesh = meshes(tp) if tp > 1 else None
-    model = make(VOCABULARY)
+def _prepared(tp: int, precision: str = "bf16") -> tuple[Any, Any]:
+    mesh, model = mesh_of(1, tp) if tp > 1 else None, make(VOCABULARY)
     if mesh is not None:
         parallelize(model, mesh["tp"], "rows")
-    optimizer = penstock.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        mesh=mesh,
-        precision=precision,
-        options=penstock.Options(tile_bytes=4096),
-    )
-    return model, optimizer
+    return prepared(model, inline, mesh=mesh, precision=precision)
 
 
 def _step(model: Any, optimizer: Any, step: int) -> None:
@@ -132,7 +126,7 @@ def _of_torch(rank: int, folder: Path) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model = parallelize(make(VOCABULARY), meshes(2)["tp"], "rows")
+    model = parallelize(make(VOCABULARY), mesh_of(1, 2)["tp"], "rows")
     of_torch = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loss_of(model, batches(0, 0, 1)).backward()
     of_torch.step()

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import penstock
-from penstock import Options, Placement
-from tests.distributed.test_tensor_parallel import batches, loss_of, make, parallelize, whole
-from tests.lib.engines import ON_NVME, assert_same_state
+from tests.distributed.test_tensor_parallel import batches, loss_of, make, mesh_of, parallelize, whole
+from tests.lib.engines import ON_NVME, assert_same_state, prepared
 from tests.lib.ranks import run_ranks
+from tests.lib.streams import inline
 
 STEPS = 2
 CLIP = 0.3
@@ -95,12 +94,6 @@ def mixture(experts: int, mesh: Any = None) -> Mixture:
     return model
 
 
-def mesh_of(*sizes: int, names: tuple[str, ...] = ("dp_shard", "tp")) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
-
-
 def average(model: nn.Module, group: dist.ProcessGroup, ranks: int) -> None:
     """Make gradients those of all data ranks, as `DistributedDataParallel` does."""
     for p in model.parameters():
@@ -133,12 +126,13 @@ def data_of(mesh: Any) -> Any:
 
 def reference(kind: str, mesh: Any, micro: int, clip: float | None) -> tuple[dict[str, Tensor], list[float]]:
     """Train by plain torch: AdamW over DTensors, gradients averaged over data ranks, and torch's clipping."""
-    model, data, norms = made(kind, mesh), data_of(mesh), []
+    model, data, norms, gradients = made(kind, mesh), data_of(mesh), [], {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     for step in range(STEPS):
         for part in batches(step, data.get_local_rank(), data.size()).chunk(micro):
             (loss_of(model, part) / micro).backward()
         average(model, data.get_group(), data.size())
+        gradients = {f"{name}: gradient": whole(p.grad) for name, p in model.named_parameters()}
         norm = float(norm_of(model))
         norms.append(norm)
         if clip is None:
@@ -151,38 +145,28 @@ def reference(kind: str, mesh: Any, micro: int, clip: float | None) -> tuple[dic
             torch.testing.assert_close(whole(of_torch), torch.tensor(norm), rtol=1e-5, atol=0)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: whole(p) for name, p in model.named_parameters()}, norms
+    return {name: whole(p) for name, p in model.named_parameters()} | gradients, norms
 
 
-def prepared(model: nn.Module, mesh: Any, placed: dict[str, Any], **arguments: Any) -> Any:
-    return penstock.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        mesh=mesh,
-        placement=Placement(**placed),
-        **{"precision": "fp32", **arguments},
-    )
-
-
-def ours(
-    kind: str, mesh: Any, row: dict[str, Any], placed: dict[str, Any], **options: Any
-) -> tuple[dict[str, Tensor], list[float]]:
-    model, data, norms = made(kind, mesh), data_of(mesh), []
+def ours(kind: str, mesh: Any, row: dict[str, Any], **how: Any) -> tuple[dict[str, Tensor], list[float]]:
+    data, norms, gradients = data_of(mesh), [], {}
     micro, by_torch = row.get("micro", 1), row.get("by_torch", False)
-    optimizer = prepared(
-        model,
-        mesh,
-        placed,
+    model, optimizer = prepared(
+        made(kind, mesh),
+        inline,
+        mesh=mesh,
         overlap=row.get("overlap", "auto"),
         stage=row.get("stage", 3),
         max_grad_norm=None if by_torch else row.get("clip", CLIP),
-        options=Options(tile_bytes=4096, **options),
+        **how,
     )
     for step in range(STEPS):
         parts = batches(step, data.get_local_rank(), data.size()).chunk(micro)
         for number, part in enumerate(parts):
             with optimizer.no_sync() if number + 1 < micro else nullcontext():
                 (loss_of(model, part) / micro).backward()
+        if row.get("overlap") != "backward":
+            gradients = {f"{name}: gradient": optimizer.full_grad(p) for name, p in model.named_parameters()}
         if by_torch:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
             optimizer.step()
@@ -191,22 +175,19 @@ def ours(
         optimizer.zero_grad()
     full = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
     optimizer.close()
-    return full, norms
+    return full | gradients, norms
 
 
 TP, EP = ("dp_shard", "tp"), ("dp_shard", "ep")
 #: By the number of ranks: a mesh and its names, the model, and how it is trained.
 ROWS: dict[int, list[tuple[tuple[int, ...], tuple[str, ...], str, dict[str, Any]]]] = {
     2: [
-        ((1, 2), TP, "sequence", {"by_torch": True}),
         ((1, 2), TP, "experts 3", {}),
         ((1, 2), EP, "experts 1", {}),  # the second rank has none
-        ((1, 2), TP, "tied", {}),
     ],
     4: [
         ((2, 2), TP, "sequence", {"micro": 2, "by_torch": True, "stage": 0}),
-        ((2, 2), TP, "tied", {"micro": 2, "stage": 1}),
-        ((2, 2), TP, "again", {"micro": 2, "overlap": "forward", "stage": 2}),
+        ((2, 2), TP, "tied", {"micro": 2, "overlap": "forward", "stage": 2}),
         ((2, 2), TP, "again", {"micro": 2, "overlap": "backward", "clip": None}),
         ((2, 2), ("dp_replicate", "ep"), "experts 4", {}),
         ((2, 1, 2), ("dp_shard", "cp", "ep"), "experts 4", {"by_torch": True}),
@@ -214,130 +195,95 @@ ROWS: dict[int, list[tuple[tuple[int, ...], tuple[str, ...], str, dict[str, Any]
 }
 
 
-def _training(rank: int, world_size: int, path: str) -> list[dict[str, float]]:
-    sums = []
+def _training(rank: int, world_size: int) -> list[dict[str, float]]:
+    sums, meshes = [], {at: mesh_of(*at[0], names=at[1]) for at in dict.fromkeys(row[:2] for row in ROWS[world_size])}
     for number, (sizes, names, kind, row) in enumerate(ROWS[world_size]):
-        mesh = mesh_of(*sizes, names=names)
+        mesh = meshes[sizes, names]
         expected, expected_norms = reference(kind, mesh, row.get("micro", 1), row.get("clip", CLIP))
-        placed = {**ON_NVME, "nvme_path": path} if number % 2 else {}
-        found, norms = ours(kind, mesh, row, placed)
+        placed = ON_NVME if number % 2 else {}
+        found, norms = ours(kind, mesh, row, **placed)
         torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected_norms), rtol=1e-5, atol=0)
-        for name, value in expected.items():
+        for name, value in found.items():
             at = f"{sizes} {kind} {row} {placed} {name}"
-            assert torch.allclose(found[name], value, rtol=1e-6, atol=1e-6), at
+            assert torch.allclose(value, expected[name], rtol=1e-6, atol=1e-6), at
         sums.append({name: float(value.abs().sum()) for name, value in expected.items()})
     return sums
 
 
 @pytest.mark.parametrize("world_size", ROWS)
-def test_training_is_that_of_torch_on_the_same_dtensors(world_size: int, tmp_path: Path) -> None:
-    one, *others = run_ranks(_training, world_size, world_size, str(tmp_path))
+def test_training_is_that_of_torch_on_the_same_dtensors(world_size: int) -> None:
+    """Gradients as well that autograd leaves as partial sums, as those of the norms of `sequence`."""
+    one, *others = run_ranks(_training, world_size, world_size)
     assert all(other == one for other in others)
 
 
-def _partial(rank: int, sizes: tuple[int, ...]) -> list[str]:
-    """Compare gradients that autograd leaves as partial sums with what torch makes of them."""
-    mesh, partial = mesh_of(*sizes), []
-    data = data_of(mesh)
-    model, same = made("sequence", mesh), made("sequence", mesh)
-    rows = batches(0, data.get_local_rank(), data.size())
-    loss_of(model, rows).backward()
-    average(model, data.get_group(), data.size())
-    expected = {}
-    for name, p in model.named_parameters():
-        partial += [name] if any(placement.is_partial() for placement in p.grad.placements) else []
-        expected[name] = whole(p.grad)
-        assert p.grad.to_local().equal(expected[name]) <= (name not in partial), name  # a part, and not all of it
-    optimizer = prepared(same, mesh, {})
-    loss_of(same, rows).backward()
-    for name, p in same.named_parameters():
-        torch.testing.assert_close(optimizer.full_grad(p), expected[name], rtol=1e-6, atol=1e-7)
-    norm = torch.cat([value.flatten() for value in expected.values()]).norm()
-    torch.testing.assert_close(torch.tensor(optimizer.step().grad_norm), norm, rtol=1e-6, atol=0)
-    optimizer.close()
-    return partial
-
-
-def test_partial_gradients_are_summed_over_the_ranks_that_have_parts() -> None:
-    for partial in run_ranks(_partial, 4, (2, 2)):
-        assert {"norm.weight", "norm.bias", "blocks.0.norm.weight", "blocks.1.norm.bias"} <= set(partial)
-
-
-def _overflow(rank: int, path: str) -> list[Any]:
+def _overflow(rank: int) -> list[Any]:
     """One rank's gradient is not finite in the second step."""
     mesh = mesh_of(1, 2)
     found: list[Any] = []
-    for placed in [{}, {**ON_NVME, "nvme_path": path}]:
-        model = parallelize(make(13), mesh["tp"], "plain")
-        optimizer = prepared(model, mesh, placed, precision="fp16", options=Options(initial_loss_scale=256.0))
-        for step in range(3):
-            optimizer.backward(loss_of(model, batches(step, 0, 1)))
-            if step == 1:
-                weight = model.blocks[0].up.weight  # rows 0 to 7 are the first rank's
-                grad = optimizer.full_grad(weight)
-                grad[12, 0] = float("inf")
-                optimizer.set_full_grad(weight, grad)
-            before = optimizer.full_param(model.head.weight)
-            result = optimizer.step()
-            after = optimizer.full_param(model.head.weight)
-            found.append((bool(result.skipped), torch.equal(before, after)))
-            optimizer.zero_grad()
-        optimizer.close()
+    model = parallelize(make(13), mesh["tp"], "plain")
+    _, optimizer = prepared(model, inline, mesh=mesh, precision="fp16", initial_loss_scale=256.0, **ON_NVME)
+    for step in range(3):
+        optimizer.backward(loss_of(model, batches(step, 0, 1)))
+        if step == 1:
+            weight = model.blocks[0].up.weight  # rows 0 to 7 are the first rank's
+            grad = optimizer.full_grad(weight)
+            grad[12, 0] = float("inf")
+            optimizer.set_full_grad(weight, grad)
+        before = optimizer.full_param(model.head.weight)
+        result = optimizer.step()
+        found.append((bool(result.skipped), torch.equal(before, optimizer.full_param(model.head.weight))))
+        optimizer.zero_grad()
+    optimizer.close()
     return found
 
 
-def test_ranks_skip_together_where_one_overflows(tmp_path: Path) -> None:
-    for found in run_ranks(_overflow, 2, str(tmp_path)):
-        assert found == 2 * [(False, False), (True, True), (False, False)]
+def test_ranks_skip_together_where_one_overflows() -> None:
+    for found in run_ranks(_overflow, 2):
+        assert found == [(False, False), (True, True), (False, False)]
 
 
-def _formats(rank: int, path: str) -> list[float]:
+def _formats(rank: int) -> list[float]:
     mesh = mesh_of(2, 2)
-    expected, expected_norms = ours("sequence", mesh, {}, {})
-    for options, exact in (
-        ({"secondary_shard": 2}, True),
-        ({"reduce_format": "int8", "gather_format": "fp8", "secondary_shard": 2}, False),
-    ):
-        found, norms = ours("sequence", mesh, {}, {}, **options)
-        again, norms_again = ours("sequence", mesh, {}, {**ON_NVME, "nvme_path": path}, **options)
-        assert_same_state(found, again)
-        assert norms == norms_again
-        assert all(value.isfinite().all() for value in found.values())
-        if exact:
-            assert_same_state(found, expected)
-            assert norms == expected_norms
+    (expected, expected_norms), (found, norms) = (ours("sequence", mesh, {}, secondary_shard=n) for n in (None, 2))
+    assert_same_state(found, expected)
+    assert norms == expected_norms
+    codes = {"reduce_format": "int8", "gather_format": "fp8", "secondary_shard": 2}
+    (found, norms), (again, norms_again) = (ours("sequence", mesh, {}, **placed, **codes) for placed in ({}, ON_NVME))
+    assert_same_state(found, again)
+    assert norms == norms_again
+    assert all(value.isfinite().all() for value in found.values())
     return [*norms, *(float(value.double().sum()) for value in found.values())]
 
 
-def test_wire_formats_beside_tensor_parallelism(tmp_path: Path) -> None:
-    one, *others = run_ranks(_formats, 4, str(tmp_path))
+def test_wire_formats_beside_tensor_parallelism() -> None:
+    one, *others = run_ranks(_formats, 4)
     assert all(other == one for other in others)
 
 
-def _uneven(rank: int, folder: str, path: str) -> None:
+def _uneven(rank: int, folder: str) -> None:
     """A rank that has no rows of a parameter trains, saves and loads."""
     mesh = mesh_of(1, 2, names=("dp_shard", "ep"))
-    for number, placed in enumerate([{}, {**ON_NVME, "nvme_path": path}]):
-        kept: list[Any] = []
-        for load in (False, True):
-            model = mixture(1, mesh["ep"])
-            assert model.blocks[0].weight.to_local().shape[0] == 1 - rank
-            optimizer = prepared(model, mesh, placed)
-            if load:
-                optimizer.load(f"{folder}/{number}")
-            else:
-                loss_of(model, batches(0, 0, 1)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                optimizer.save(f"{folder}/{number}")
-            loss_of(model, batches(1, 0, 1)).backward()
+    kept: list[Any] = []
+    for load in (False, True):
+        model = mixture(1, mesh["ep"])
+        assert model.blocks[0].weight.to_local().shape[0] == 1 - rank
+        _, optimizer = prepared(model, inline, mesh=mesh, **ON_NVME)
+        if load:
+            optimizer.load(folder)
+        else:
+            loss_of(model, batches(0, 0, 1)).backward()
             optimizer.step()
-            kept.append([optimizer.full_param(p) for p in model.parameters()])
-            kept[-1] += [optimizer.full_state(p, "exp_avg") for p in model.parameters()]
-            optimizer.close()
-        for one, other in zip(*kept, strict=True):
-            assert torch.equal(one, other)
+            optimizer.zero_grad()
+            optimizer.save(folder)
+        loss_of(model, batches(1, 0, 1)).backward()
+        optimizer.step()
+        kept.append([optimizer.full_param(p) for p in model.parameters()])
+        kept[-1] += [optimizer.full_state(p, "exp_avg") for p in model.parameters()]
+        optimizer.close()
+    for one, other in zip(*kept, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_rank_without_rows_of_a_parameter(tmp_path: Path) -> None:
-    run_ranks(_uneven, 2, str(tmp_path / "saved"), str(tmp_path))
+    run_ranks(_uneven, 2, str(tmp_path / "saved"))

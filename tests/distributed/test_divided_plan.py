@@ -16,9 +16,10 @@ from penstock.build import build
 from penstock.config import Placement
 from penstock.engine.unit.dtensor import divided_over, is_divided
 from penstock.planner import Plan, plan, simulated_mesh
-from penstock.planner.simulation.program import OF_MODEL, Program, WorkKind
+from penstock.planner.simulation.program import Program
 from penstock.planner.simulation.simulate import Setup, simulate
 from penstock.runtime.collectives import Collectives
+from tests.distributed import test_volume
 from tests.distributed.test_tensor_parallel import Model, parallelize
 from tests.lib.engines import ON_CPU
 from tests.lib.planning import desktop
@@ -29,20 +30,23 @@ VOCABULARY = 12
 CELL_BYTES = {"device": 512, "cpu": 4096}  # a tier gives no less
 Counts = Mapping[Any, int]
 
-#: Of each operation, which of what it takes and gives is the whole buffer.
-WHOLE = {"all_reduce": "taken", "reduce_scatter_tensor": "taken", "all_gather_into_tensor": "given"}
-NAMES = {"all_reduce": "all_reduce", "reduce_scatter_tensor": "reduce_scatter", "all_gather_into_tensor": "all_gather"}
+#: Of each operation its name here, and whether what it takes is the whole buffer, or what it gives.
+COLLECTIVES = {
+    "all_reduce": ("all_reduce", True),
+    "reduce_scatter_tensor": ("reduce_scatter", True),
+    "all_gather_into_tensor": ("all_gather", False),
+}
 
 
 class Recorder(TorchDispatchMode):
     """Counts the collectives of DTensors in a step for real."""
 
+    stays = True
+
     def __init__(self) -> None:
         super().__init__()
         self.nbytes: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-
-    stays = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor
@@ -50,10 +54,10 @@ class Recorder(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__
-        if func.namespace == "_c10d_functional" and name in WHOLE:
-            self.counts[NAMES[name]] += 1
-            self.nbytes[NAMES[name]] += (args[0] if WHOLE[name] == "taken" else out).nbytes
+        if func.namespace == "_c10d_functional" and (found := COLLECTIVES.get(func._overloadpacket.__name__)):
+            name, takes_all = found
+            self.counts[name] += 1
+            self.nbytes[name] += (args[0] if takes_all else out).nbytes
         return out
 
 
@@ -67,17 +71,11 @@ def batch() -> Tensor:
 
 def of_program(program: Program, *, model: bool) -> tuple[Counts, Counts]:
     """How many collectives the last step has, and of how many bytes: the model's own, or the engine's."""
-    counts: Counter[Any] = Counter()
+    found = test_volume.of_program(program, of_model=model)
     nbytes: Counter[Any] = Counter()
-    for item in program.items[program.steps[-2] : program.steps[-1]]:
-        job = program.jobs[item.index] if item.kind is WorkKind.SUBMIT else None
-        found = list(job.collectives) if job is not None and (job.stream == OF_MODEL) is model else []
-        if item.kind is WorkKind.MEET and not model:
-            found.append(program.meetings[item.index])
-        for each in found:
-            counts[each.name] += 1
-            nbytes[each.name if model else (each.name, each.dimension)] += each.nbytes
-    return dict(counts), dict(nbytes)
+    for (name, dimension), count in found["bytes"].items():
+        nbytes[name if model else (name, dimension)] += count
+    return found["counts"], dict(nbytes)
 
 
 def formula(model: nn.Module, shards: int, cell_bytes: int) -> dict[str, int]:

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.errors import ConfigError, EngineError
 from penstock.runtime import collectives
 from penstock.runtime.control_group import own_group
+from tests.distributed.wires import hybrid
 from tests.lib.engines import loss_of, prepared, train
 from tests.lib.ranks import RANK_TIMEOUT, run_ranks
 
@@ -31,7 +32,7 @@ def groups() -> list[str]:
 
 
 def engines_in_turn_and_at_once(rank: int) -> list[int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = hybrid()
     before, counts = groups(), []
     for how in ({}, {"mesh": mesh}, {"mesh": mesh, "stage": 0}, {"mesh": mesh["shard"]}):
         first, second = prepared(**how), prepared(**how)
@@ -181,14 +182,23 @@ def test_no_collective_is_issued_with_hooks_of_saved_tensors() -> None:
 
 
 # Ranks leave once both are through: torch promises nothing to one whose last collective another one's exit has cut off.
+# They are forks of one program, which has imported for both.
 EXIT = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from tests.lib.engines import prepared, train
 
-folder, rank = sys.argv[1], int(sys.argv[2])
+ranks = []
+for rank in range(2):
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        break
+else:
+    sys.exit(any([os.waitpid(process, 0)[1] for process in ranks]))
+folder = sys.argv[1]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 engine = prepared()
 train(*engine)
@@ -199,19 +209,7 @@ while not Path(folder, f"through {1 - rank}").exists():
 
 
 def test_a_program_of_two_ranks_that_ends_nothing_exits_in_silence(tmp_path: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", EXIT, tmp_path, str(rank)],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            _, complaints = process.communicate(timeout=240)
-            assert (process.returncode, complaints) == (0, "")
-    finally:
-        for process in processes:
-            process.kill()
+    command = [sys.executable, "-W", "ignore", "-c", EXIT, tmp_path]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -10,68 +10,38 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import penstock
 from tests.lib import engines
-from tests.lib.engines import sgd
+from tests.lib.engines import loss_of, sgd
+from tests.lib.models import mixture
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import said_by
 
-WIDTH = 16
-
-
-class Experts(nn.Module):
-    """The first rank's data goes through one, the second rank's through another; the third is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        return self.experts[rank](x)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.experts = Experts()
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        return self.last(torch.tanh(self.experts(torch.tanh(self.first(x)), rank)))
-
-
-def loss_of(model: nn.Module, rank: int, seed: int = 0) -> Tensor:
-    data = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * seed + rank))
-    return model(data, rank).float().square().sum()
-
-
-def prepared(stage: int = 3) -> tuple[Net, penstock.Optimizer]:
-    where = "cpu" if stage == 3 else "device"
-    return engines.prepared(Net(), stock=stock, stage=stage, params=where, units=(Experts,))
-
-
 stock = partial(sgd, weight_decay=0.1)
+
+
+def prepared(stage: int = 3) -> tuple[nn.Module, penstock.Optimizer]:
+    """Some experts get data of one rank alone."""
+    return engines.prepared(mixture, stock=stock, stage=stage, params="cpu" if stage == 3 else "device")
 
 
 CLIPS: dict[str, Callable[[nn.Module], Tensor]] = {
     "all": lambda net: clip_grad_norm_(net.parameters(), 0.3),
     "foreach": lambda net: clip_grad_norm_(net.parameters(), 0.3, foreach=True),
     "the greatest": lambda net: clip_grad_norm_(net.parameters(), 0.01, math.inf),
-    "groups": lambda net: clip_grad_norm_(net.first.parameters(), 0.1) + clip_grad_norm_(net.experts.parameters(), 0.1),
+    "groups": lambda net: clip_grad_norm_(net.first.parameters(), 0.1) + clip_grad_norm_(net.blocks.parameters(), 0.1),
 }
 
 
 def clips(rank: int) -> list[str]:
     wrong = []
-    for stage in (0, 1, 3):
+    for stage in (0, 3):
         for name, clip in CLIPS.items():
             model, optimizer = prepared(stage)
-            reference = Net()
+            reference = mixture()
             plain = stock(reference.parameters())
             for seed in range(2):
-                loss_of(model, rank, seed).backward()
+                loss_of(model, 2 * seed + rank).backward()
                 for other in range(2):
-                    (loss_of(reference, other, seed) / 2).backward()
+                    (loss_of(reference, 2 * seed + other) / 2).backward()
                 norms = clip(model), clip(reference)
                 if not torch.allclose(*norms, rtol=1e-6, atol=0):
                     wrong.append(f"{stage}, {name}: norms {norms}")
@@ -113,8 +83,8 @@ def test_one_meeting_for_all_norms() -> None:
     assert run_ranks(count_meetings, 2) == [[1, 1, 1]] * 2
 
 
-def assign(model: Net, value: float) -> None:
-    model.first.weight.grad = torch.full((WIDTH, WIDTH), value)
+def assign(model: nn.Module, value: float) -> None:
+    model.first.weight.grad = torch.full((16, 8), value)
 
 
 def scale(model: nn.Module, factor: float) -> None:
@@ -128,24 +98,24 @@ def drop(model: nn.Module) -> None:
         p.grad = None
 
 
-def clip_later(model: Net, optimizer: penstock.Optimizer, rank: int) -> None:
+def clip_later(model: nn.Module, optimizer: penstock.Optimizer, rank: int) -> None:
     with torch.no_grad():
         loss_of(model, rank)  # takes over what was set
     clip_grad_norm_(model.parameters(), 1.0)
 
 
-def step(model: Net, optimizer: penstock.Optimizer, rank: int) -> None:
+def step(model: nn.Module, optimizer: penstock.Optimizer, rank: int) -> None:
     optimizer.step()
     optimizer.zero_grad()
 
 
-def one_clips(model: Net, optimizer: penstock.Optimizer, rank: int) -> None:
+def one_clips(model: nn.Module, optimizer: penstock.Optimizer, rank: int) -> None:
     optimizer.step() if rank else clip_grad_norm_(model.parameters(), 1.0)
 
 
 SET = ["Ranks differ in the gradient that was set for 'first.weight'"]
 #: What each rank does to gradients, what all call, and what all are told.
-REFUSED: dict[str, tuple[Callable[[Net, int], object], Callable[[Net, penstock.Optimizer, int], object], list[str]]] = {
+REFUSED: dict[str, tuple[Callable[..., object], Callable[..., object], list[str]]] = {
     "the same": (lambda net, rank: assign(net, 0.5), step, []),
     "its own": (lambda net, rank: assign(net, 0.5 + rank), step, SET),
     "its own, clipped": (lambda net, rank: assign(net, 0.5 + rank), clip_later, SET),
@@ -192,18 +162,34 @@ def test_what_ranks_do_to_gradients_must_be_the_same() -> None:
     run_ranks(what_ranks_set, 2)
 
 
-def held_back(rank: int) -> None:
-    model, optimizer = prepared(1)
+def held_back_at(stage: int, rank: int) -> None:
+    model, optimizer = prepared(stage)
+    weight = model.first.weight
     with optimizer.no_sync():
         loss_of(model, rank).backward()
-    for use in (lambda: clip_grad_norm_(model.parameters(), 1.0), lambda: model.first.weight.grad.mul_(0.5)):
+    for use in (
+        lambda: clip_grad_norm_(model.parameters(), 1.0),
+        lambda: weight.grad.mul_(0.5),
+        optimizer.step,
+        lambda: optimizer.full_grad(weight),
+    ):
         assert "Gradients of no_sync micro-batches are not reduced yet" in said_by(use)
     loss_of(model, rank).backward()
     clip_grad_norm_(model.parameters(), 1.0)
     assert not optimizer.step().skipped
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        loss_of(model, rank).backward()
+    optimizer.zero_grad()
+    assert optimizer.step().grad_norm == 0
     said = said_by(lambda: nn.parallel.DistributedDataParallel(model))
-    assert "DistributedDataParallel was put around a prepared Net" in said
+    assert "DistributedDataParallel was put around a prepared Blocks" in said
     optimizer.close()
+
+
+def held_back(rank: int) -> None:
+    for stage in (0, 1):
+        held_back_at(stage, rank)
 
 
 def test_what_is_not_reduced_is_not_clipped_and_ddp_is_refused() -> None:

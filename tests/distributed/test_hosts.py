@@ -4,22 +4,24 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import penstock
 from penstock import NvmeError, Options, Placement, memory_budget
 from penstock.runtime import control_group
 from penstock.runtime.host_memory import HostMemory
 from penstock.runtime.system import Host, host_name, names_of_hosts
-from tests.lib.engines import prepare_on
+from tests.lib.engines import loss_of, prepared
 from tests.lib.memory import disks
+from tests.lib.models import stack
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import said_by
-from tests.lib.streams import inline, separate
+from tests.lib.streams import inline
 
 WIDTH = 64
 
@@ -32,17 +34,12 @@ def on_two_hosts() -> None:
     os.uname = lambda: os.uname_result((real.sysname, name, real.release, real.version, real.machine))
 
 
-def made(**rest: object) -> tuple[nn.Module, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    rest.setdefault("streams", separate())
-    streams = rest.pop("streams")
-    return model, prepare_on(streams, model, torch.optim.AdamW(model.parameters()), **rest)  # type: ignore[arg-type]
+made = partial(prepared, partial(stack, width=WIDTH))
 
 
-def a_step(**rest: object) -> bool:
+def a_step(**rest: Any) -> bool:
     model, optimizer = made(**rest)
-    optimizer.backward(model(torch.ones(1, WIDTH)).float().sum())
+    optimizer.backward(loss_of(model))
     skipped = optimizer.step().skipped
     optimizer.close()
     return not skipped
@@ -52,9 +49,9 @@ def a_step(**rest: object) -> bool:
 
 
 def talk(rank: int) -> None:
-    model, optimizer = made(streams=inline(), precision="fp32")
+    model, optimizer = made(streams=inline)
     weight = model[0].weight
-    optimizer.backward(model(torch.ones(1, WIDTH)).sum())
+    optimizer.backward(loss_of(model))
     said = said_by(lambda: optimizer.full_param(nn.Parameter(torch.ones(2)) if rank == 3 else weight))
     failed = "EngineError: Rank 3 of 4 (host b) failed in full_param(), and this one stops"
     assert said.startswith("ConfigError: " if rank == 3 else failed)
@@ -66,10 +63,6 @@ def talk(rank: int) -> None:
     text = "rank 1 (host a): the gather of 0; rank 2 (host b): the gather of 1"
     assert text in said_by(optimizer.step)
     optimizer.close()
-
-
-def test_messages_name_the_hosts_of_ranks_where_there_are_several() -> None:
-    run_ranks(talk, 4, start=on_two_hosts)
 
 
 def test_one_host_is_not_named_and_names_may_say_anything() -> None:
@@ -129,10 +122,6 @@ def short_of_memory(rank: int) -> None:
         assert a_step(placement=placement)
 
 
-def test_memory_for_one_rank_of_a_host_is_too_little_for_two_on_every_rank() -> None:
-    run_ranks(short_of_memory, 4, start=on_two_hosts)
-
-
 def short_of_disk(rank: int) -> None:
     folder = Path(disks()[0], f"of-host-{host_name()}")  # hosts have paths of their own
     folder.mkdir(exist_ok=True)
@@ -153,8 +142,15 @@ def short_of_disk(rank: int) -> None:
         assert a_step(placement=placement)
 
 
-def test_a_disk_for_one_rank_of_a_host_is_too_little_for_two_on_every_rank() -> None:
-    run_ranks(short_of_disk, 4, start=on_two_hosts)
+def on_four_ranks(rank: int) -> None:
+    talk(rank)
+    short_of_memory(rank)
+    short_of_disk(rank)
+
+
+def test_messages_name_hosts_and_what_one_rank_of_a_host_has_is_too_little_for_two_on_every_rank() -> None:
+    """One call: its processes are new ones."""
+    run_ranks(on_four_ranks, 4, start=on_two_hosts)
 
 
 def test_ranks_with_limits_of_their_own_share_nothing() -> None:

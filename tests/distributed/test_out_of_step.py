@@ -1,34 +1,53 @@
 """Ranks that run different units: an error that names ranks and units, before anything is updated."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Literal
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import penstock
 from penstock.config import TierName
 from penstock.errors import EngineError
+from penstock.runtime import control_group
+from tests.lib.engines import loss_of, prepared
+from tests.lib.models import WIDTH, Blocks, stack
 from tests.lib.ranks import run_ranks
+from tests.lib.streams import inline
 
 LAYERS = 4
-PATIENCE_S = 10.0
+# Longer than any rank is held up by what else the machine does; a group of the test's own waits for longer still.
+LIMIT_S = 60.0
+LONGER = timedelta(seconds=240)
 
 
 class Walk(nn.Module):
+    """Of four units; whoever chooses may be another module."""
+
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(stack(layers=LAYERS))
 
     def forward(self, x: Tensor, order: list[int]) -> Tensor:
         for index in order:
             x = torch.tanh(self.layers[index](x))
         return x
+
+
+class Routed(nn.Module):
+    """Each rank sends all it has to one expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Walk()
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        return self.mixture(x, order)
 
 
 def walk(
@@ -37,14 +56,11 @@ def walk(
     make: Callable[[], nn.Module] = Walk,
     units: Sequence[type[nn.Module]] = (nn.Linear,),
 ) -> tuple[str, bool]:
-    model = make()
-    options = penstock.Options(timeout_s=PATIENCE_S)
-    stock = torch.optim.AdamW(model.parameters())
-    optimizer = penstock.prepare(model, stock, units=units, precision="fp32", options=options)
+    model, optimizer = prepared(make, inline, units=units, timeout_s=LIMIT_S)
     before = [p.clone() for p in make().parameters()]
     said = ""
     try:
-        optimizer.backward(model(torch.ones(2, 32), orders[rank]).sum())
+        optimizer.backward(model(torch.ones(2, WIDTH), orders[rank]).sum())
         optimizer.step()
     except EngineError as error:
         said = str(error)
@@ -70,53 +86,7 @@ def test_units_in_another_order_are_named_and_nothing_is_updated() -> None:
     run_ranks(in_other_orders, 2)
 
 
-class Routed(nn.Module):
-    """Each rank sends all it has to one expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.mixture = Walk()
-
-    def forward(self, x: Tensor, order: list[int]) -> Tensor:
-        return self.mixture(x, order)
-
-
-def test_a_layer_that_one_rank_skips_and_the_module_that_chooses_are_named() -> None:
-    orders = [[0, 1], [1]]
-    for rank, (said, _) in enumerate(run_ranks(walk, 2, orders, Routed, [nn.Linear], fresh=True)):
-        assert re.search(rf"Rank {rank} could not finish the (gather|reduction) of unit 'mixture.layers\.", said)
-        assert f"rank {1 - rank} could not finish" in said
-        assert "' (run by Walk)" in said
-        assert "must lie inside a unit: units=(<class of the module that chooses>,)." in said
-        assert f"Ranks wait for {PATIENCE_S:g} s at most: Options(timeout_s=)." in said
-
-
 # A forward that one rank runs alone
-
-
-class Gpt(nn.Module):
-    """Units of several sizes: gloo aborts the process where a gather meets a larger one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wte = nn.Embedding(200, 32)
-        self.h = nn.ModuleList(nn.Linear(32, 32) for _ in range(LAYERS))
-        self.lm_head = nn.Linear(32, 200)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.wte(x)
-        for block in self.h:
-            x = x + torch.tanh(block(x))
-        return self.lm_head(x)
-
-
-TOKENS = torch.arange(8)[None]
-
-
-def loss_of(model: nn.Module) -> Tensor:
-    return model(TOKENS).square().mean()
 
 
 @torch.no_grad()
@@ -128,19 +98,13 @@ def estimate_loss(model: nn.Module) -> None:
     model.train()
 
 
-def evaluated_alone(rank: int, tier: TierName, where: str, folder: str, stage: Literal[2, 3] = 3) -> "Told":
-    """Rank 0 alone evaluates, in nanoGPT's loop. What each rank is told, and the losses of the steps around it."""
-    model = Gpt()
-    placement = penstock.Placement(params=tier, grads=tier, optimizer=tier, nvme_path=folder)
-    optimizer = penstock.prepare(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        stage=stage,
-        units=(nn.Linear, nn.Embedding),
-        precision="fp32",
-        placement=placement,
-        options=penstock.Options(timeout_s=PATIENCE_S if where == "recorded" else 60),
-    )
+def evaluated_alone(rank: int, tier: TierName, where: str, stage: Literal[2, 3] = 3) -> "Told":
+    """Rank 0 alone evaluates, in nanoGPT's loop. What each rank is told, and the losses of the steps around it.
+
+    Units are of several sizes: gloo aborts the process where a gather meets a larger one.
+    """
+    how = {"params": tier, "grads": tier, "optimizer": tier}
+    model, optimizer = prepared(Blocks, inline, stage=stage, timeout_s=LIMIT_S, **how)
     said, losses = [], []
     for iteration in range(3):
         try:
@@ -168,7 +132,7 @@ EVALUATES = "Ranks are out of step: they have called different methods (rank 0: 
 Told = tuple[list[str], list[float]]
 
 
-def every_evaluation(rank: int, folder: str) -> dict[str, Told]:
+def every_evaluation(rank: int) -> dict[str, Told]:
     runs: dict[str, tuple[TierName, str, Literal[2, 3]]] = {
         "cpu": ("cpu", "before", 3),
         "nvme": ("nvme", "before", 3),
@@ -178,13 +142,13 @@ def every_evaluation(rank: int, folder: str) -> dict[str, Told]:
         "stage 2, none": ("cpu", "nowhere", 2),
         "stage 2": ("cpu", "before", 2),
     }
-    return {name: evaluated_alone(rank, tier, where, folder, stage) for name, (tier, where, stage) in runs.items()}
+    return {name: evaluated_alone(rank, *run) for name, run in runs.items()}
 
 
-def test_an_evaluation_under_if_rank_0_is_named_on_all_ranks_unless_it_needs_no_other(tmp_path: Path) -> None:
+def test_an_evaluation_under_if_rank_0_is_named_on_all_ranks_unless_it_needs_no_other() -> None:
     """The training steps around it are made: the error has changed nothing."""
     forward = "a forward with gradients"
-    for found in run_ranks(every_evaluation, 2, str(tmp_path)):
+    for found in run_ranks(every_evaluation, 2):
         for case, other in (("cpu", forward), ("nvme", forward), ("before its step", "step()")):
             said, losses = found[case]
             assert [text.partition("). ")[0] for text in said] == [f"{EVALUATES}{other}"]
@@ -196,9 +160,38 @@ def test_an_evaluation_under_if_rank_0_is_named_on_all_ranks_unless_it_needs_no_
             assert not found[case][0]
 
 
-def test_a_forward_too_many_on_one_rank_ends_all_of_them_by_its_name() -> None:
+# What no collective tells at once: ranks wait until a limit is over
+
+
+def unheard(rank: int, work: Callable[..., Any], *args: Any) -> Any:
+    """In a process of its own: the words of the other rank are waited for as long as there are any to come."""
+    control_group.HEARING_S = LIMIT_S
+    return work(rank, *args)
+
+
+@pytest.fixture(scope="module")
+def waits() -> Iterator[dict[str, "Future[list[Any]]"]]:
+    """Both at the same time."""
+    with ThreadPoolExecutor(2) as pool:
+        start = partial(pool.submit, run_ranks, unheard, 2, timeout=LONGER, fresh=True)
+        yield {
+            "skipped": start(walk, [[0, 1], [1]], Routed),
+            "recorded": start(evaluated_alone, "cpu", "recorded"),
+        }
+
+
+def test_a_layer_that_one_rank_skips_and_the_module_that_chooses_are_named(waits: dict) -> None:
+    for rank, (said, _) in enumerate(waits["skipped"].result()):
+        assert re.search(rf"Rank {rank} could not finish the (gather|reduction) of unit 'mixture.layers\.", said)
+        assert f"rank {1 - rank} could not finish" in said
+        assert "' (run by Walk)" in said
+        assert "must lie inside a unit: units=(<class of the module that chooses>,)." in said
+        assert f"Ranks wait for {LIMIT_S:g} s at most: Options(timeout_s=)." in said
+
+
+def test_a_forward_too_many_on_one_rank_ends_all_of_them_by_its_name(waits: dict) -> None:
     """Both have begun a forward with gradients; rank 0 begins another, and rank 1 its backward."""
-    (first, _), (second, _) = run_ranks(evaluated_alone, 2, "cpu", "recorded", "", fresh=True)
+    (first, _), (second, _) = waits["recorded"].result()
     assert "Rank 0 of 2 hears nothing from another one in a forward with gradients" in first[0]
-    assert re.search(r"Rank 1 could not finish the \w+ of unit '\w+'", second[0])
+    assert re.search(r"Rank 1 could not finish the \w+ of unit '[\w.]+'", second[0])
     assert "rank 0 could not finish a forward with gradients" in second[0]

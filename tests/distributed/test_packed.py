@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.rules.formats import as_param
 from penstock.rules.wire import WireName, pack_words, unpack_words
-from tests.distributed.wires import TILES
+from tests.distributed.wires import TILES, hybrid
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import STREAMS
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares
@@ -154,7 +153,7 @@ def test_compute_has_carried_values_and_placement_changes_no_bit() -> None:
 
 
 def rows_of_four(rank: int) -> list[list[Tensor]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = hybrid()
     return [trained(Row(ON_CPU, streams="separate"), rank, 4, each) for each in (None, mesh)]
 
 

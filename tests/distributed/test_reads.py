@@ -1,7 +1,6 @@
 """Weights from files: each byte is read once by a host, and what one rank cannot read stops all of them at once."""
 
 from functools import partial
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,16 @@ from penstock import construct
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.checkpoint.tiles import TileReader
 from penstock.errors import CheckpointError
+from tests.lib.engines import prepared, train
+from tests.lib.models import stack
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import said_by
+from tests.lib.streams import inline
 
 SIZES = (64, 512, 333, 7)
 
 
-def net() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(one, other) for one, other in pairwise(SIZES)))
+net = partial(stack, *SIZES)
 
 
 def write(folder: Path) -> None:
@@ -114,31 +115,17 @@ def test_what_fails_on_one_rank_stops_those_who_read_with_it(tmp_path: Path) -> 
 
 def loaded(rank: int, folder: str, stage: int, shape: tuple[int, int] | None) -> dict[str, Any]:
     """Save, change everything, and load; then load again, with a tile that this rank cannot read."""
-    mesh = mesh_of(shape)
-    torch.manual_seed(rank)
-    model = net()
-    optimizer = penstock.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        stage=stage,
-        mesh=mesh,
-        units=(nn.Linear,),
-        options=penstock.Options(tile_bytes=1 << 14),
-    )
-
-    def step() -> None:
-        optimizer.backward(model(torch.ones(2, SIZES[0])).float().square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    how = {"stage": stage, "mesh": mesh_of(shape), "precision": "bf16", "tile_bytes": 1 << 14}
+    model, optimizer = prepared(net(seed=rank), inline, **how)
 
     def values() -> list[torch.Tensor]:
         every = [optimizer.full_param(p) for p in model.parameters()]
         return every + [optimizer.full_state(p, "exp_avg_sq") for p in model.parameters()]
 
-    step()
+    train(model, optimizer)
     optimizer.save(f"{folder}/checkpoint")
     before = values()
-    step()
+    train(model, optimizer)
     read_bytes: list[int] = []
     start, fails = TileReader._start, False
 

@@ -8,8 +8,11 @@ import torch
 import torch.distributed as dist
 
 import penstock
-from tests.distributed.test_tensor_parallel import batches, loss_of, make, meshes, parallelize
+from tests.distributed.test_tensor_parallel import batches, loss_of, make, mesh_of, parallelize
+from tests.lib.engines import prepared
 from tests.lib.ranks import run_ranks
+from tests.lib.refusals import said_by
+from tests.lib.streams import inline
 
 KINDS = ("exp_avg", "exp_avg_sq")
 
@@ -26,11 +29,8 @@ class Form(NamedTuple):
 
 def _mesh(tp: int, replicas: int) -> Any:
     if replicas == 1:
-        return meshes(tp)
-    names, shape = ["dp_replicate", "tp"], [replicas, tp]
-    if (shards := dist.get_world_size() // tp // replicas) > 1:
-        names, shape = ["dp_replicate", "dp_shard", "tp"], [replicas, shards, tp]
-    return torch.distributed.device_mesh.init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+        return mesh_of(dist.get_world_size() // tp, tp)
+    return mesh_of(replicas, tp, names=("dp_replicate", "tp"))
 
 
 def _whole(optimizer: Any, model: Any, average: Any) -> dict[str, Any]:
@@ -44,29 +44,18 @@ def _whole(optimizer: Any, model: Any, average: Any) -> dict[str, Any]:
     return found
 
 
-def _rank(
-    rank: int, tp: int, replicas: int, form: Form, source: str, out: str, nvme: str
-) -> tuple[dict[str, Any], str]:
+def _rank(rank: int, tp: int, replicas: int, form: Form, source: str, out: str) -> tuple[dict[str, Any], str]:
     """Train or load, and save in the background: whole values, and what a load said that refused."""
     mesh = _mesh(tp, replicas)
     model = make(form.vocabulary)
     if tp > 1:
         parallelize(model, mesh["tp"], "rows")
-    optimizer = penstock.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        mesh=mesh,
-        precision=form.precision,  # type: ignore[arg-type]
-        placement=penstock.Placement(params="nvme", optimizer="cpu", nvme_path=nvme),
-        options=penstock.Options(tile_bytes=4096, state_dtype=form.state_dtype),  # type: ignore[arg-type]
-    )
+    how = {"params": "nvme", "optimizer": "cpu", "precision": form.precision, "state_dtype": form.state_dtype}
+    _, optimizer = prepared(model, inline, mesh=mesh, **how)
     average = penstock.EMA(optimizer, decay=0.5) if form.average else None
     said = ""
     if source:
-        try:
-            optimizer.load(source)
-        except penstock.CheckpointError as error:
-            said = str(error)
+        said = said_by(lambda: optimizer.load(source))
     else:
         for step in range(2):
             optimizer.backward(loss_of(model, batches(step, 0, 1)))
@@ -95,12 +84,11 @@ def _rank(
     ids=["bf16", "int8"],
 )
 def test_values_are_the_same_at_every_mesh(form: Form, rows: list[tuple[int, int, int]], tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
     source, before = "", None
     for number, (world, tp, replicas) in enumerate(rows):
         out = str(tmp_path / f"step-{number}")
         refuses = bool(form.refused) and tp != rows[0][1]
-        for found, said in run_ranks(_rank, world, tp, replicas, form, source, out, str(tmp_path / "nvme")):
+        for found, said in run_ranks(_rank, world, tp, replicas, form, source, out):
             if refuses:
                 assert form.refused in said
                 continue

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.config import SECONDARY
 from penstock.errors import ConfigError
-from tests.distributed.wires import TILES, listening
+from tests.distributed.wires import TILES, hybrid, listening
 from tests.lib.engines import ON_NVME, assert_same_state, loss_of, prepared, same_bits, state, train
 from tests.lib.models import Blocks
 from tests.lib.ranks import run_ranks
@@ -34,26 +33,24 @@ class Row:
     shape: tuple[int, int] | None = None
 
 
-CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(**TILES)
 SUMMED = Arithmetic(precision="bf16", accumulation=2, clip=0.5)
 ROWS = [
     Row(Arithmetic(clip=0.5), Movement().but(persistent_bytes=1 << 9, **TILES), "inline", (2, 2)),  # a node has a copy
-    Row(SUMMED, CPU.but(streamed_updates=0.5, gather_format="int8"), "late"),
     Row(
-        Arithmetic(precision="bf16"),
-        Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(tile_bytes=1 << 14),
-        "separate",
+        SUMMED,
+        Movement(params="cpu", grads="cpu", optimizer="cpu").but(streamed_updates=0.5, gather_format="int8", **TILES),
+        "late",
     ),
     Row(
         Arithmetic(accumulation=2, no_sync=True),
-        Movement(params="cpu", optimizer="cpu", overlap="backward").but(prefetch_bytes=0, **TILES),
+        Movement(params="nvme", optimizer="cpu", overlap="backward").but(prefetch_bytes=0, **TILES),
         "released",
     ),
 ]
 
 
 def differs(rank: int, row: Row) -> str:
-    mesh = init_device_mesh("cpu", row.shape, mesh_dim_names=("replicate", "shard")) if row.shape else None
+    mesh = hybrid(*row.shape) if row.shape else None
     found = []
     for size in (None, NODE):
         streams = STREAMS[row.streams]()
@@ -133,7 +130,7 @@ def test_backward_gathers_inside_the_node_and_frozen_units_come_from_others_once
 
 def changes(rank: int) -> None:
     """What changes parameters by hand outdates what is kept; what moves it keeps it."""
-    engines = [prepared(Blocks, secondary_shard=size) for size in (NODE, None)]
+    engines = [prepared(Blocks(1), secondary_shard=size) for size in (NODE, None)]
     (model, optimizer), (plain, other) = engines
 
     def alike() -> None:
@@ -204,7 +201,7 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
 
 def saved(rank: int, folder: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """With everything in files for a while, a checkpoint of one kind of run is taken up by another."""
-    model, optimizer = prepared(Blocks, secondary_shard=NODE, **ON_NVME)
+    model, optimizer = prepared(Blocks(1), secondary_shard=NODE, **ON_NVME)
     for number, tier in enumerate(("nvme", "cpu")):
         train(model, optimizer, first=number)
         optimizer.offload_states(to=tier)
@@ -216,8 +213,8 @@ def saved(rank: int, folder: str) -> tuple[dict[str, Tensor], list[dict[str, Ten
     optimizer.close()
     resumed = []
     for shape, size in ((None, None), ((2, 2), NODE)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if shape else None
-        model, optimizer = prepared(Blocks, secondary_shard=size, mesh=mesh)
+        mesh = hybrid(*shape) if shape else None
+        model, optimizer = prepared(Blocks(1), secondary_shard=size, mesh=mesh)
         loss_of(model).backward()  # what is kept now is not of the checkpoint
         optimizer.zero_grad()
         optimizer.load(folder)
@@ -228,7 +225,7 @@ def saved(rank: int, folder: str) -> tuple[dict[str, Tensor], list[dict[str, Ten
 
 
 def test_checkpoints_know_nothing_of_it(tmp_path: Path) -> None:
-    for expected, (plain, hybrid) in run_ranks(saved, 4, str(tmp_path / "saved")):
+    for expected, (plain, copies) in run_ranks(saved, 4, str(tmp_path / "saved")):
         assert_same_state(plain, expected)
         for name, value in expected.items():  # sums in another order
-            torch.testing.assert_close(hybrid[name], value, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(copies[name], value, rtol=1e-5, atol=1e-7)

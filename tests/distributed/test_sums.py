@@ -1,19 +1,18 @@
 """Sums of gradients that carry codes: two hops, what comes out is the reference's, and bytes are a quarter or half."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
 
-import penstock
 from penstock.engine.gradients.reduce import summing_bytes
 from penstock.rules.wire import WireName
 from tests.distributed.test_packed import carried, same
-from tests.distributed.wires import TILES, listening
+from tests.distributed.wires import TILES, hybrid, listening
 from tests.lib import engines
 from tests.lib.models import Blocks
 from tests.lib.ranks import run_ranks
@@ -83,8 +82,7 @@ def trained(row: Row, rank: int, steps: int = 2) -> list[Tensor]:
     """Steps, each gradient compared to the reference; the states after them."""
     mesh = None
     if row.shards is not None:
-        copies = row.world_size // row.shards
-        mesh = init_device_mesh("cpu", (copies, row.shards), mesh_dim_names=("replicate", "shard"))
+        mesh = hybrid(row.world_size // row.shards, row.shards)
     node = row.node if row.how.stage == 3 and row.node < (row.shards or row.world_size) else None
     how = row.how.but(reduce_format=row.format, secondary_shard=node)
     model, optimizer = prepared(row.what, how, STREAMS[row.streams](), mesh)
@@ -122,7 +120,6 @@ ROWS = {
         ),
         Row(4, 4, "int4", Arithmetic(reduce_dtype=torch.bfloat16), Movement(stage=1, grads="cpu").but(**TILES)),
         Row(4, 2, "int8", how=Movement(grads="cpu", optimizer="cpu", overlap="backward"), streams="late"),
-        Row(4, 2, "int4", how=Movement(params="nvme", grads="nvme", optimizer="nvme").but(tile_bytes=1 << 14)),
     ],
     8: [Row(8, 2, "int4", how=CPU.but(prefetch_bytes=0), streams="released", shards=4)],  # copies of two nodes each
 }
@@ -197,42 +194,30 @@ def test_bytes_by_hop_and_group() -> None:
     run_ranks(traffic, 4)
 
 
-def one_step(optimizer: penstock.Optimizer, model: nn.Module, batch: Any) -> penstock.StepResult:
-    optimizer.backward(loss_of(model, batch))
-    result = optimizer.step()
-    optimizer.zero_grad()
-    return result
-
-
-def failing(rank: int) -> list[Any]:
-    """What is not finite on one rank is hidden on none."""
-    found = []
-    for bad in (float("inf"), float("nan")):
-        how = Movement().but(reduce_format="int4", **TILES)
-        model, optimizer = prepared(Arithmetic(), how)
-        before = [optimizer.full_param(p) for p in model.parameters()]
-        x, y = batches(2, 1)[0][0][rank]
-        y = y.clone()
-        if rank == 1:
-            y[0, 0] = bad
-        found.append(one_step(optimizer, model, (x, y)).skipped)
-        assert all(map(torch.equal, before, (optimizer.full_param(p) for p in model.parameters())))
-        found.append(one_step(optimizer, model, batches(2, 1)[1][0][rank]).skipped)
+def failing(rank: int) -> None:
+    """What is not finite on one rank is hidden on none; an overflow in fp16 lowers the scale until there is none."""
+    for bad in (math.inf, math.nan):
+        model, optimizer = engines.prepared(Blocks, reduce_format="int4")
+        before = engines.state(model, optimizer)
+        optimizer.backward(engines.loss_of(model) * (bad if rank == 1 else 1.0))
+        assert optimizer.step().skipped
+        optimizer.zero_grad()
+        engines.assert_same_state(engines.state(model, optimizer), before)
+        optimizer.backward(engines.loss_of(model))
+        assert not optimizer.step().skipped
         optimizer.close()
-    how = Movement().but(reduce_format="int8", initial_loss_scale=2.0**40, **TILES)
-    model, optimizer = prepared(Arithmetic(precision="fp16"), how)
-    results = [one_step(optimizer, model, batches(2, 1)[0][0][rank]) for _ in range(40)]
-    found += [results[0].skipped, results[-1].skipped, results[-1].loss_scale]
+    model, optimizer = engines.prepared(Blocks, precision="fp16", reduce_format="int8", initial_loss_scale=2.0**40)
+    skipped = []
+    while not skipped or skipped[-1]:
+        optimizer.backward(engines.loss_of(model, rank))
+        skipped.append(optimizer.step().skipped)
+        optimizer.zero_grad()
+    assert len(skipped) > 2
     optimizer.close()
-    return found
 
 
 def test_what_is_not_finite_skips_the_step_on_all_ranks() -> None:
-    one, other = run_ranks(failing, 2)
-    assert one == other
-    assert one[:4] == [True, False, True, False]
-    assert one[4:6] == [True, False]
-    assert one[6] < 2.0**40
+    run_ranks(failing, 2)
 
 
 def held_back(rank: int) -> None:

@@ -12,6 +12,7 @@ and over each dimension a sum of two numbers for each parameter, and three, whic
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.blueprint import request_for
 from penstock.build import build
-from penstock.planner.simulation.program import Program, WorkKind
+from penstock.planner.simulation.program import OF_MODEL, Program, WorkKind
 from penstock.planner.simulation.simulate import Setup, simulate
 from penstock.runtime.collectives import Collectives
 from penstock.runtime.topology import Grid
+from tests.lib.models import stack
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate
 
@@ -36,8 +38,7 @@ STAGES = (0, 1, 2, 3)
 Volume = Mapping[str, Mapping[Any, int]]
 
 
-def net() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+net = partial(stack, layers=UNITS, width=WIDTH)
 
 
 def batch() -> torch.Tensor:
@@ -65,13 +66,16 @@ def formula(stage: int, grid: Grid) -> Volume:
     return {"counts": dict(counts), "bytes": dict(nbytes)}
 
 
-def of_program(program: Program) -> Volume:
-    """The same of the last step of a simulation."""
+def of_program(program: Program, *, of_model: bool = False) -> Volume:
+    """The same of the last step of a simulation; or of the collectives that are the model's own."""
     counts: Counter[str] = Counter()
     nbytes: Counter[tuple[str, str]] = Counter()
     for item in program.items[program.steps[-2] : program.steps[-1]]:
-        of_job = program.jobs[item.index].collectives if item.kind is WorkKind.SUBMIT else ()
-        for each in (*of_job, *([program.meetings[item.index]] if item.kind is WorkKind.MEET else [])):
+        job = program.jobs[item.index] if item.kind is WorkKind.SUBMIT else None
+        found = list(job.collectives) if job is not None and (job.stream == OF_MODEL) is of_model else []
+        if item.kind is WorkKind.MEET and not of_model:
+            found.append(program.meetings[item.index])
+        for each in found:
             counts[each.name] += 1
             nbytes[each.name, each.dimension] += each.nbytes
     return {"counts": dict(counts), "bytes": dict(nbytes)}

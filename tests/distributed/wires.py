@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.runtime import collectives
 from tests.lib.engines import TILE_BYTES
@@ -38,3 +39,8 @@ def listening() -> Iterator[Traffic]:
         for name, (whole, module, attribute) in _FLAT.items():
             patch.setattr(module, attribute, counted(name, whole, getattr(module, attribute)))
         yield found
+
+
+def hybrid(*shape: int) -> DeviceMesh:
+    """Copies of shards: a mesh of so many copies and shards, two and two unless it is said."""
+    return init_device_mesh("cpu", shape or (2, 2), mesh_dim_names=("replicate", "shard"))

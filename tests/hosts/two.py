@@ -6,17 +6,21 @@ of processes: when it ends, however it does, the kernel ends all of them, and ta
 Nothing has a name that another run could have.
 
 A spec is a file of JSON: `folder` for what is written, `mbit` of the link in each direction, `hosts` with the name of
-each and the size of its disk, which is `folder/NAME/disk`; and `module` and `arguments` for `torchrun -m`, if any.
+each and the size of its disk, which is `folder/NAME/disk`; and `module`, if any, whose `main` each rank calls with
+`arguments`. Ranks find each other by the variables that torchrun sets; those of a host are forks of one process, which
+has imported for all of them.
 """
 
 import ctypes
+import importlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +93,7 @@ def _start(spec_file: Path, number: int) -> "subprocess.Popen[bytes]":
 
 
 def be_host(spec_file: Path, number: int) -> None:
-    """Set this host up, and become the agent that starts its ranks."""
+    """Set this host up, run its ranks, and end with the first status that is not 0."""
     spec = json.loads(spec_file.read_text())
     host: Mapping[str, Any] = spec["hosts"][number]
     socket.sethostname(host["name"])
@@ -114,10 +118,30 @@ def be_host(spec_file: Path, number: int) -> None:
     with open(Path(own, "log"), "wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(spec["hosts"]))]
-    agent += ["--nproc-per-node", str(RANKS), "--node-rank", str(number)]
-    agent += ["--master-addr", ADDRESSES[0], "--master-port", str(PORT), "--max-restarts", "0"]
-    os.execv(sys.executable, [*agent, "-m", spec["module"], *spec["arguments"]])
+    import torch._dynamo  # noqa: F401 - which the first optimizer imports
+
+    work = importlib.import_module(spec["module"])
+    ranks = [_fork(spec, number * RANKS + local, local, work.main) for local in range(RANKS)]
+    for _ in ranks:
+        _, ended = os.wait()
+        if status := os.waitstatus_to_exitcode(ended):
+            sys.exit(abs(status))
+
+
+def _fork(spec: Mapping[str, Any], rank: int, local: int, main: Callable[..., object]) -> int:
+    """Start a rank; return the number of its process."""
+    process = os.fork()
+    if process:
+        return process
+    here = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": RANKS * len(spec["hosts"]), "LOCAL_WORLD_SIZE": RANKS}
+    os.environ.update({name: str(value) for name, value in here.items()})
+    os.environ.update(MASTER_ADDR=ADDRESSES[0], MASTER_PORT=str(PORT))
+    try:
+        main(*spec["arguments"])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 def _say(word: str) -> None:

@@ -1,8 +1,7 @@
-"""What the ranks of two hosts do, under torchrun: `python -m tests.hosts.work FOLDER`; and those of one, to compare."""
+"""What the ranks of two hosts do; and those of one, to compare."""
 
 import os
 import pickle
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import penstock
 from penstock import Options, Placement
 from tests.hosts.two import RANKS, sent_bytes
+from tests.lib.models import stack
 from tests.lib.refusals import said_by
 
 HOSTS, STEPS = 2, 2
@@ -39,17 +39,8 @@ DISKS = Row("hybrid, on disks", 3, copies=HOSTS, blocks=2, width=256)
 ROWS = (HYBRID, Row("sharded", 3), Row("copies", 0), TINY)
 
 
-class Net(nn.Module):
-    def __init__(self, blocks: int, width: int, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.width = width
-        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x
+def net(row: Row, seed: int) -> nn.Sequential:
+    return stack(layers=row.blocks, width=row.width, bias=False, seed=seed)
 
 
 def mesh_of(row: Row) -> DeviceMesh:
@@ -57,8 +48,8 @@ def mesh_of(row: Row) -> DeviceMesh:
     return init_device_mesh("cpu", (row.copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def prepared(row: Row, **rest: Any) -> tuple[Net, penstock.Optimizer]:
-    model = Net(row.blocks, row.width, seed=dist.get_rank())
+def prepared(row: Row, **rest: Any) -> tuple[nn.Sequential, penstock.Optimizer]:
+    model = net(row, seed=dist.get_rank())
     return model, penstock.prepare(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -74,7 +65,7 @@ def train(rank: int, row: Row, sent: Callable[[], int] = lambda: 0, **rest: Any)
     before = sent()
     model, optimizer = prepared(row, **rest)
     from_first = settled(sent)
-    first = zip(model.parameters(), Net(row.blocks, row.width, seed=0).parameters(), strict=True)
+    first = zip(model.parameters(), net(row, seed=0).parameters(), strict=True)
     assert all(torch.equal(optimizer.full_param(p), q) for p, q in first)  # every rank has the first one's values
     before += settled(sent) - from_first
     losses = []
@@ -125,7 +116,7 @@ def on_disks(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path) -> None:
+def main(folder: str) -> None:
     dist.init_process_group("gloo")
     rank, host = dist.get_rank(), os.uname().nodename
     if host == "b":  # it has fewer cores, and its clock is wrong
@@ -135,15 +126,11 @@ def main(folder: Path) -> None:
     link = os.environ["GLOO_SOCKET_IFNAME"]
     found: dict[str, Any] = {"host": host}
     found["rows"] = {row.name: train(rank, row, lambda: sent_bytes(link)) for row in ROWS}
-    found["disks"] = on_disks(rank, folder)
+    found["disks"] = on_disks(rank, Path(folder))
     model, optimizer = prepared(HYBRID)
-    stranger = nn.Parameter(torch.ones(2)) if rank == 3 else model.blocks[0].weight
+    stranger = nn.Parameter(torch.ones(2)) if rank == 3 else model[0].weight
     found["stranger"] = said_by(lambda: optimizer.full_param(stranger))
     optimizer.close()
     Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

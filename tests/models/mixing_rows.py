@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
-import transformers
 from torch import Tensor, nn
 
 from tests.models.family import Batch, Family, one_loss
-from tests.models.transformers_rows import SIZES, image_loss, language_loss
+from tests.models.transformers_rows import SIZES, image_loss, language_loss, make
 
 WIDTH, TOKENS, FRAMES = 16, 32, 16
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
@@ -24,20 +23,6 @@ BOTH = {
     "dropout": 0.0,
     **IDS,
 }
-
-
-def make(name: str, **config: object) -> nn.Module:
-    """A model by the name of its class, whose configuration is named alike."""
-    stem = next(name.removesuffix(tail) for tail in TAILS if name.endswith(tail))
-    return getattr(transformers, name)(getattr(transformers, f"{stem}Config")(**config))
-
-
-TAILS = (
-    "ForCausalLM",
-    "LMHeadModel",
-    "ForConditionalGeneration",
-    "ForImageClassification",
-)
 
 
 def speech_loss(width: int) -> Callable[[nn.Module, Batch], Tensor]:
@@ -72,16 +57,6 @@ MIXING = [
         attn_pdrop=0.0,
         resid_pdrop=0.0,
     ),
-    family(
-        "XGLMForCausalLM",
-        vocab_size=TOKENS,
-        d_model=WIDTH,
-        ffn_dim=32,
-        num_layers=2,
-        attention_heads=2,
-        max_position_embeddings=32,
-    ),
-    family("M2M100ForConditionalGeneration", **BOTH),
     family(
         "Speech2TextForConditionalGeneration",
         speech_loss(8),

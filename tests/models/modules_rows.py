@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.lib.engines import squared
-from tests.lib.models import WIDTH, Block, Buffered, Tied
+from tests.lib.models import WIDTH, Block, Blocks, Buffered, OddSizes, Tied, recurrent, stack
 from tests.models.family import Batch, Family, one_loss
 
 __all__ = ["WIDTH", "Block", "squared"]
@@ -18,9 +18,9 @@ def on_floats(*shape: int):
     return one_loss(lambda model, batch: squared(model(batch.floats(*shape))))
 
 
-def sequential() -> nn.Module:
-    """The root is the container of the blocks, and has no parameter of its own."""
-    return nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+def on_ids(*shape: int):
+    """The same of a model that takes ids."""
+    return one_loss(lambda model, batch: squared(model(batch.ids(32, *shape))))
 
 
 class Tutorial(nn.Module):
@@ -40,14 +40,13 @@ class Tutorial(nn.Module):
         return self.last(self.encoder(x + self.encoding[: len(ids)]))
 
 
-class Stack(nn.Module):
-    """First layer, blocks, last layer."""
+class Stack(Blocks):
+    """First layer, blocks, last layer: drawn by the global generator, and with blocks of the caller's."""
 
     def __init__(self, blocks: list[nn.Module] | None = None) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(blocks if blocks is not None else [Block() for _ in range(2)])
-        self.last = nn.Linear(WIDTH, 4)
+        super().__init__(seed=None)
+        if blocks is not None:
+            self.blocks = nn.ModuleList(blocks)
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -68,16 +67,6 @@ class Seq2Seq(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=self.embed.weight.dtype)
         hidden = self.transformer(self.embed(source), self.embed(target), tgt_mask=mask, tgt_is_causal=True)
         return F.linear(hidden, self.embed.weight)
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x)
 
 
 class Lstm(nn.Module):
@@ -103,17 +92,6 @@ class AttentionBlock(nn.Module):
         return x + self.attention(x, x, x, need_weights=False)[0]
 
 
-class AttentionRoot(nn.Module):
-    """The same, but not in any block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]
-
-
 class ModuleDicts(nn.Module):
     """Layers as dictionaries whose values are called one by one."""
 
@@ -127,64 +105,6 @@ class ModuleDicts(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer["mix"](layer["norm"](x)))
         return {name: head(x) for name, head in self.heads.items()}
-
-
-class IteratedSequentials(nn.Module):
-    """Blocks that are containers: never called, only walked through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        blocks = [nn.Sequential(nn.Linear(8, WIDTH), nn.GELU(), nn.Linear(WIDTH, 8)) for _ in range(2)]
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            y = x
-            for layer in block:
-                y = layer(y)
-            x = x + y
-        return x
-
-
-class BlockParts(nn.Module):
-    """Modules of a block called from outside it, as `layer.attention(...)`; the block itself never is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block.down(F.relu(block.up(block.norm(x))))
-        return x
-
-
-class Recurrent(nn.Module):
-    """One block used over and over (ALBERT), with the same block under a second name."""
-
-    def __init__(self, names: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, WIDTH)
-        block = Block()
-        self.blocks = nn.ModuleList([block] * names + [Block() for _ in range(2 - min(names, 2))])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            for block in self.blocks:
-                x = block(x)
-        return x
-
-
-class Unused(Stack):
-    """A block that is never called, and a parameter that a used block does not use."""
-
-    def __init__(self) -> None:
-        super().__init__([Block(), Block(), Block()])
-        self.blocks[0].spare = nn.Parameter(torch.ones(3))
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.blocks[2](self.blocks[0](x))
 
 
 class EveryOther(Stack):
@@ -222,21 +142,6 @@ class NonContiguous(nn.Module):
         return self.conv(x).mean((2, 3)) @ self.matrix @ self.strided.t()
 
 
-class OddSizes(nn.Module):
-    """Parameters with no dimension, and with no element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.empty = nn.Parameter(torch.empty(0, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return torch.cat([x, self.empty]) * self.scale
-
-
 class OnlyEmpty(Stack):
     """A block whose one parameter has no element."""
 
@@ -258,15 +163,6 @@ class Integers(Stack):
     def body(self, x: Tensor) -> Tensor:
         assert self.table.tolist() == [2**40 + 1, -3, 2**24 + 1]
         return super().body(x) * self.mask
-
-
-class MixedDtypes(Stack):
-    """Some parameters in half precision, some in double: the precision of the run takes over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].bfloat16()
-        self.last.double()
 
 
 class Nested(nn.Module):
@@ -330,6 +226,20 @@ class Parametrized(nn.Module):
         return x
 
 
+def two_names() -> nn.Module:
+    """One block used over and over (ALBERT), under two names."""
+    block = Block()
+    return Stack([block, block, Block(), block])
+
+
+def mixed_dtypes() -> nn.Module:
+    """Some parameters in half precision, some in double: the precision of the run takes over."""
+    model = Stack()
+    model.blocks[0].bfloat16()
+    model.last.double()
+    return model
+
+
 def frozen(build, *names: str):
     """The model with these parameters frozen."""
 
@@ -361,33 +271,23 @@ def seq2seq_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 MODULES = [
-    Family("sequential", sequential, on_floats(4, 8)),
+    Family("sequential", lambda: stack(8, WIDTH, 4), on_floats(4, 8)),
     Family("one_linear", lambda: nn.Linear(8, 4), on_floats(4, 8)),
-    Family("stack", Stack, on_floats(4, 8)),
     Family("input_gradient", Stack, input_gradient),
     Family("conv_batch_norm", Buffered, on_floats(4, 3, 6, 6)),
     Family("nn_transformer", Seq2Seq, one_loss(seq2seq_loss)),
-    Family(
-        "tutorial",
-        Tutorial,
-        one_loss(lambda model, batch: squared(model(batch.ids(32, 5, 2)))),
-        buffers_mix=True,
-    ),
-    Family("nn_transformer_encoder", Encoder, on_floats(2, 5, WIDTH)),
-    Family("lstm", Lstm, one_loss(lambda model, batch: squared(model(batch.ids(32, 3, 5))))),
+    Family("tutorial", Tutorial, on_ids(5, 2), buffers_mix=True),
+    Family("lstm", Lstm, on_ids(3, 5)),
     Family("attention_blocks", lambda: nn.Sequential(AttentionBlock(), AttentionBlock()), on_floats(2, 5, WIDTH)),
-    Family("attention_root", AttentionRoot, on_floats(2, 5, WIDTH)),
-    Family("tied_by_functional", Tied, one_loss(lambda model, batch: squared(model(batch.ids(32, 3, 5))))),
+    Family("attention_root", AttentionBlock, on_floats(2, 5, WIDTH)),
+    Family("tied_by_functional", Tied, on_ids(3, 5)),
     Family(
         "module_dicts",
         ModuleDicts,
         one_loss(lambda model, batch: sum(squared(head) for head in model(batch.floats(4, WIDTH)).values())),
     ),
-    Family("iterated_sequentials", IteratedSequentials, on_floats(4, 8)),
-    Family("block_parts", BlockParts, on_floats(4, WIDTH)),
-    Family("block_used_twice", lambda: Recurrent(names=1), on_floats(4, 8)),
-    Family("block_of_two_names", lambda: Recurrent(names=2), on_floats(4, 8)),
-    Family("unused", Unused, on_floats(4, 8)),
+    Family("block_used_twice", recurrent, on_floats(4, 8)),
+    Family("block_of_two_names", two_names, on_floats(4, 8)),
     Family("every_other_step", EveryOther, one_loss(every_other)),
     Family(
         "non_tensor_inputs",
@@ -399,24 +299,19 @@ MODULES = [
         ),
     ),
     Family("non_contiguous", NonContiguous, on_floats(2, 3, 6, 6), exact=False),
-    Family("odd_sizes", OddSizes, on_floats(4, WIDTH)),
+    Family("odd_sizes", OddSizes, on_floats(4, 8)),
     Family("only_empty", OnlyEmpty, on_floats(4, 8)),
     Family("integers", Integers, on_floats(4, 8)),
     Family("nested_units", Nested, on_floats(4, WIDTH), prepare={"units": (Nested.Outer, Block)}),
     Family("units_by_predicate", Nested, on_floats(4, WIDTH), prepare={"units": lambda name, _: name.endswith("mix")}),
     Family("parameter_lists", ParameterLists, on_floats(4, WIDTH)),
-    Family("mixed_dtypes", MixedDtypes, on_floats(4, 8)),
+    Family("mixed_dtypes", mixed_dtypes, on_floats(4, 8)),
     Family("parametrized", Parametrized, on_floats(4, WIDTH)),
     Family("frozen_block", frozen(Stack, "blocks.1"), on_floats(4, 8)),
     Family("frozen_first_block", frozen(Stack, "first", "blocks.0"), on_floats(4, 8)),
     Family("frozen_parts_of_blocks", frozen(Stack, "up.weight", "down.bias"), on_floats(4, 8)),
     Family("frozen_parts_of_a_layer_of_the_root", frozen(Stack, "first.weight", "last.bias"), input_gradient),
-    Family(
-        "frozen_embedding",
-        frozen(Tied, "embed"),
-        one_loss(lambda model, batch: squared(model(batch.ids(32, 3, 5)))),
-    ),
-    Family("frozen_all_but_the_head", frozen(Stack, "first", "blocks"), on_floats(4, 8)),
+    Family("frozen_embedding", frozen(Tied, "embed"), on_ids(3, 5)),
     Family(
         "not_owned",
         Stack,

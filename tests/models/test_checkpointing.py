@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from penstock.runtime.streams import Streams
-from tests.lib.engines import prepare_on
+from tests.lib.engines import ON_CPU, prepared
 from tests.lib.streams import separate, simulated
-from tests.models.contract import HYPER, ON_CPU, Trace, assert_equal
+from tests.models.contract import HYPER, Trace, assert_equal
 from tests.models.family import Batch
 from tests.models.modules_rows import Block, Stack, squared
 from tests.models.transformers_rows import bert, gpt2, image_loss, language_loss, llama, mixtral, t5, t5_loss, vit
@@ -56,15 +56,6 @@ def every_other_block(blocks: nn.ModuleList, x: Tensor, kind: Checkpoint) -> Ten
     return x
 
 
-def segments(blocks: nn.ModuleList, x: Tensor, kind: Checkpoint) -> Tensor:
-    x = kind(straight, blocks[:2], x)
-    return kind(straight, blocks[2:], x)
-
-
-def all_blocks(blocks: nn.ModuleList, x: Tensor, kind: Checkpoint) -> Tensor:
-    return kind(straight, blocks, x)
-
-
 def nested(blocks: nn.ModuleList, x: Tensor, kind: Checkpoint) -> Tensor:
     """Checkpointed segments whose blocks are checkpointed again."""
     x = kind(straight, blocks[:2], x, kind)
@@ -98,8 +89,6 @@ def tail_unused(blocks: nn.ModuleList, x: Tensor, kind: Checkpoint) -> Tensor:
 WAYS: dict[str, Run] = {
     "each_block": straight,
     "every_other_block": every_other_block,
-    "segments": segments,
-    "all_blocks": all_blocks,
     "nested": nested,
     "parts_of_blocks": parts_of_blocks,
     "blocks_used_twice": blocks_used_twice,
@@ -111,13 +100,8 @@ def train(
     model: nn.Module, loss_of: Callable[[nn.Module, Batch], Tensor], make_streams: Callable[[], Streams] = simulated
 ) -> tuple[Trace, list[str]]:
     """Three steps with real gathers; also the forward order that was learned, the same after every step."""
-    optimizer = prepare_on(
-        make_streams(),
-        model,
-        torch.optim.AdamW(model.parameters(), foreach=False, **HYPER),
-        placement=ON_CPU,
-        precision="fp32",
-    )
+    stock = partial(torch.optim.AdamW, foreach=False, **HYPER)
+    _, optimizer = prepared(model, make_streams, stock=stock, **ON_CPU)
     engine = optimizer._engine
     trace, orders = Trace(), []
     for step in range(3):
@@ -186,7 +170,7 @@ def test_the_whole_model_is_checkpointed(kind):
 
 def test_a_re_run_need_not_stop_early():
     with set_checkpoint_early_stop(False):
-        for way in ("tail_unused", "segments"):
+        for way in ("tail_unused", "nested"):
             check(
                 lambda checkpointed, way=way: Deep(WAYS[way], KINDS["not_reentrant"] if checkpointed else without),
                 lambda model, batch: squared(model(batch.floats(4, 8))),
@@ -239,9 +223,7 @@ def test_a_forward_that_fails_when_it_runs_again_can_be_repeated():
         torch.manual_seed(3)
         model = Stack([Fails() for _ in range(3)])
         model.body = lambda x: straight(model.blocks, x, kind)
-        optimizer = prepare_on(
-            simulated(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
-        )
+        _, optimizer = prepared(model, simulated, **ON_CPU)
         if fails:
             model.blocks[1].fails_at = 2
             with pytest.raises(ValueError, match="out of luck"):

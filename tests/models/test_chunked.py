@@ -4,24 +4,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import penstock
 from penstock.integrations.chunked import chunk_loss
 from tests.lib.engines import prepare_on
 from tests.lib.ranks import run_ranks
-from tests.lib.streams import separate, simulated
+from tests.lib.streams import simulated
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE
 from tests.models.transformers_rows import llama
 
 VOCABULARY = 300
 WAYS: list[dict[str, Any]] = [
-    {"placement": ON_DEVICE},
-    {"placement": ON_CPU},
-    {"placement": ON_CPU, "tied": True},
-    {"placement": ON_CPU, "options": penstock.Options(prefetch_bytes=0)},
     {"placement": ON_DEVICE, "precision": "bf16"},
+    {"placement": ON_CPU, "tied": True, "options": penstock.Options(prefetch_bytes=0)},
     {"placement": ON_CPU, "precision": "fp16"},
+    {"placement": ON_CPU, "units": (nn.Linear,)},  # the head is released between forward and backward
 ]
 
 
@@ -79,25 +77,3 @@ def test_two_ranks_gather_no_more_than_for_whole_logits() -> None:
     assert first == second
     blocks, roots = 2, 1
     assert first[0] == {"all_gather": 2 * blocks + roots, "reduce_scatter": blocks + roots, "all_reduce": 1}
-
-
-def test_the_head_is_gathered_once_in_forward_and_once_in_backward() -> None:
-    """Where it is a unit of its own, which is released in between."""
-    torch.manual_seed(0)
-    model = llama(vocab_size=VOCABULARY)
-    chunk_loss(model, chunk_bytes=1)
-    stock = torch.optim.AdamW(model.parameters(), **HYPER)
-    optimizer = prepare_on(separate(), model, stock, placement=ON_CPU, units=[type(model.lm_head)])
-    gatherer = optimizer._engine.gatherer
-    acquired: list[str] = []
-    acquire = gatherer.acquire
-    gatherer.acquire = lambda unit: (acquired.append(unit.name), acquire(unit))[1]  # type: ignore[method-assign]
-    ids = batch(0, 0)
-    loss = model(input_ids=ids, labels=ids).loss
-    assert acquired.count("lm_head") == 1
-    head = next(unit for unit in optimizer._engine.context.units if unit.name == "lm_head")
-    released = head.holding.unit_state
-    optimizer.backward(loss)
-    assert acquired.count("lm_head") == 2
-    assert released.name == "RELEASED"
-    optimizer.close()

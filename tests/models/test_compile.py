@@ -10,21 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch.utils.checkpoint import checkpoint
 
 import penstock
-from tests.lib.covering import covering, named
-from tests.lib.engines import prepare_on
+from tests.lib.engines import prepare_on, prepared, squared
 from tests.lib.memory import disks
+from tests.lib.models import WIDTH, Block, Blocks
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE, Trace, assert_close, assert_equal
 from tests.models.family import Batch
-from tests.models.modules_rows import WIDTH, Block, Stack, squared
 from tests.models.transformers_rows import language_loss, llama
 
 ON_NVME = penstock.Placement(params="nvme", grads="cpu", optimizer="nvme", nvme_path=disks())
-BLOCKS = 10  # more than the compiler makes of one function before it gives up
+BLOCKS = 9  # more than the compiler makes of one function before it gives up
 STEPS = 3
 
 Compile = Callable[[nn.Module], nn.Module]
@@ -50,17 +48,8 @@ def compiler() -> Iterator[Compiler]:
     torch._dynamo.reset()
 
 
-class Deep(Stack):
-    """Ten blocks with dropout; each may be checkpointed."""
-
-    def __init__(self, checkpointed: bool = False) -> None:
-        super().__init__([nn.Sequential(Block(), nn.Dropout(0.2)) for _ in range(BLOCKS)])
-        self.checkpointed = checkpointed
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x
+def deep(checkpointed: bool = False) -> Blocks:
+    return Blocks(BLOCKS, recomputes=False if checkpointed else None)
 
 
 def each_block(model: nn.Module, backend: Any) -> nn.Module:
@@ -99,16 +88,15 @@ def train(
     compiled_first: bool = False,
     streams: Callable[[], Any] = separate,
     rank: int = 0,
-    checkpointed: bool = False,
     each_step: Callable[[], object] = lambda: None,
-    model: Callable[[bool], nn.Module] = Deep,
+    model: Callable[[], nn.Module] = deep,
     loss_of: Callable[[nn.Module, Batch], Tensor] = lambda model, batch: squared(model(batch.floats(4, 8))),
     steps: int = STEPS,
     **how: Any,
 ) -> Trace:
     """Three steps. `compiled_first`: before `prepare`, which then gets what the compiler returned."""
     torch.manual_seed(0)
-    eager = model(checkpointed)
+    eager = model()
     names = {p: n for n, p in eager.named_parameters()}  # the compiler renames
     called = compiled(eager) if compiled_first else eager
     optimizer = prepare_on(
@@ -144,29 +132,30 @@ MOVEMENTS = {
 
 
 ACTIVATIONS_ON_CPU = replace(ON_CPU, activations="cpu")
-#: Any two of what compiling meets; activations go to their tier from a size on.
-ROWS = covering(
-    {
-        "way": tuple(WAYS),
-        "compiled_first": (True, False),
-        "movement": (*MOVEMENTS, "activations"),
-        "precision": ("fp32", "bf16"),
-        "checkpointed": (False, True),
-    }
-)
+#: Any two of what compiling meets, and each movement once or twice; activations go to their tier from a size on.
+ROWS = [
+    ("block.compile()", True, "activations", "fp32", False),
+    ("block.compile()", False, "inline, device, stage 0", "bf16", True),
+    ("torch.compile(block)", True, "simulated, nvme, stage 3", "bf16", False),
+    ("torch.compile(block)", False, "activations", "fp32", True),
+    ("torch.compile(model)", True, "separate, cpu, stage 2", "fp32", True),
+    ("torch.compile(model)", False, "simulated, nvme, stage 3", "bf16", False),
+]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=named)
-def test_compiled_equals_eager_bit_for_bit_and_nothing_is_compiled_twice(row: dict[str, Any]) -> None:
-    streams, placement, stage = MOVEMENTS.get(row["movement"], (simulated, ACTIVATIONS_ON_CPU, 3))
-    rows = 4096 if row["movement"] == "activations" else 4
-    both = {name: row[name] for name in ("precision", "checkpointed")} | {"loss_of": on_rows(lambda _: rows)}
+@pytest.mark.parametrize(("way", "compiled_first", "movement", "precision", "checkpointed"), ROWS)
+def test_compiled_equals_eager_bit_for_bit_and_nothing_is_compiled_twice(
+    way: str, compiled_first: bool, movement: str, precision: str, checkpointed: bool
+) -> None:
+    streams, placement, stage = MOVEMENTS.get(movement, (simulated, ACTIVATIONS_ON_CPU, 3))
+    rows = 4096 if movement == "activations" else 4
+    both = {"precision": precision, "model": partial(deep, checkpointed), "loss_of": on_rows(lambda _: rows)}
     expected = train(partial(not_at_all, backend=None), **both)
     with compiler() as backend:
         counts: list[int] = []
         trace = train(
-            partial(WAYS[row["way"]], backend=backend),
-            compiled_first=row["compiled_first"],
+            partial(WAYS[way], backend=backend),
+            compiled_first=compiled_first,
             streams=streams,
             placement=placement,
             stage=stage,
@@ -175,8 +164,8 @@ def test_compiled_equals_eager_bit_for_bit_and_nothing_is_compiled_twice(row: di
         )
         assert_equal(trace, expected)
         assert counts[0] == counts[-1] > 0, "compiled in the first step alone"
-        if not row["checkpointed"]:
-            assert counts[0] == GRAPHS.get(row["way"], counts[0]), "one graph for all blocks"
+        if not checkpointed:
+            assert counts[0] == GRAPHS.get(way, counts[0]), "one graph for all blocks"
             assert counts[0] < BLOCKS
 
 
@@ -205,50 +194,47 @@ def test_other_shapes_are_compiled_once_more_and_no_further() -> None:
     assert_equal(trace, train(partial(not_at_all, backend=None), loss_of=growing))
 
 
-class Tanh(Stack):
-    def __init__(self) -> None:
-        super().__init__([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+def small() -> nn.Module:
+    return Blocks(1, make=lambda width: nn.Sequential(nn.Linear(width, width), nn.Tanh()))
 
 
 def test_the_first_compiler_writes_code() -> None:
-    """One small row of inductor: its kernels round in other places."""
-    expected = train(partial(not_at_all, backend=None), model=lambda _: Tanh())
+    """One small row of inductor, of scalar code from this process: its kernels round in other places."""
+    from torch._inductor import config
+
+    expected = train(partial(not_at_all, backend=None), model=small, steps=1)
     torch._dynamo.reset()
-    trace = train(partial(each_block, backend="inductor"), model=lambda _: Tanh())
+    with config.patch({"compile_threads": 1, "cpp.simdlen": 1}):
+        trace = train(partial(each_block, backend="inductor"), model=small, steps=1)
     torch._dynamo.reset()
     assert_close(trace, expected, relative=1e-5)
 
 
 def test_a_whole_transformer() -> None:
-    how = {"model": lambda _: llama(num_hidden_layers=1), "loss_of": language_loss, "steps": 1}
-    with compiler() as backend:
-        trace = train(partial(whole_model, backend=backend), **how)
-        assert backend.graphs
+    how = {"model": partial(llama, layers=1), "loss_of": language_loss, "steps": 1}
+    with compiler():
+        trace = train(partial(whole_model, backend="eager"), **how)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert_close(trace, train(partial(not_at_all, backend=None), **how), relative=1e-5)
 
 
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.fails = False
+class Fails(Block):
+    fails = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
             raise ValueError("out of luck")
-        return self.block(x)
+        return super().forward(x)
 
 
 def test_a_compiled_forward_that_fails_can_be_repeated() -> None:
     made: list[nn.Module] = []
+    loss_of = on_rows(lambda _: 4)
 
-    def build(_: bool) -> nn.Module:
-        model = Stack([Fails() for _ in range(3)])
+    def build() -> nn.Module:
+        model = Blocks(3, make=Fails)
         made[:] = model.blocks
         return model
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        return squared(model(batch.floats(4, 8)))
 
     def failing(model: nn.Module, batch: Batch) -> Tensor:
         if batch.step == 1:
@@ -265,16 +251,13 @@ def test_a_compiled_forward_that_fails_can_be_repeated() -> None:
 
 def test_a_block_is_one_graph_after_an_interrupt() -> None:
     """Hooks do not run on the way out of what is no `Exception`."""
-    torch.manual_seed(0)
-    model = Deep()
-    optimizer = prepare_on(
-        separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
-    )
+    model = deep()
+    _, optimizer = prepared(model, params="cpu")
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    hook = model.blocks[0][0].up.register_forward_pre_hook(interrupt)
+    hook = model.blocks[0].up.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         model(Batch(0).floats(4, 8))
     hook.remove()
@@ -288,14 +271,11 @@ def test_a_block_is_one_graph_after_an_interrupt() -> None:
 
 def test_a_part_that_is_compiled_and_called_by_itself_is_gathered() -> None:
     """What was decided when the block was compiled does not hold there: it is compiled for this use as well."""
-    torch.manual_seed(0)
-    model = Deep().eval()
-    part, x = model.blocks[0][0], Batch(0).floats(4, WIDTH)
+    model = deep()
+    part, x = model.blocks[0].up, Batch(0).floats(4, WIDTH)
     with torch.no_grad():
         expected = part(x)
-    optimizer = prepare_on(
-        separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
-    )
+    _, optimizer = prepared(model, params="cpu")
     with compiler() as backend, torch.no_grad():
         part.compile(backend=backend)
         for _ in range(2):
@@ -306,10 +286,11 @@ def test_a_part_that_is_compiled_and_called_by_itself_is_gathered() -> None:
 
 
 def on_two_ranks(rank: int) -> None:
-    how = {"stage": 3, "placement": ON_NVME, "rank": rank, "model": lambda _: Stack()}
+    how = {"stage": 3, "placement": ON_NVME, "rank": rank, "model": Blocks}
     expected = train(partial(not_at_all, backend=None), **how)
-    with compiler() as backend:
-        assert_equal(train(partial(whole_model, backend=backend), **how), expected)
+    with compiler():
+        assert_equal(train(partial(whole_model, backend="eager"), **how), expected)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def test_two_ranks() -> None:

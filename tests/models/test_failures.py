@@ -1,19 +1,19 @@
 """Exceptions in the middle: dropped with `zero_grad`, they leave the run as if they had not been."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.lib.engines import prepare_on
+from tests.lib.engines import ON_CPU, prepared, squared
+from tests.lib.models import Blocks
 from tests.lib.streams import inline, simulated
-from tests.models.contract import HYPER, ON_CPU, ON_DEVICE
 from tests.models.family import Batch
-from tests.models.modules_rows import Block, Stack, squared
 
-STREAMS = {"inline": (inline, ON_DEVICE), "simulated": (simulated, ON_CPU)}
+STREAMS: dict[str, tuple[Any, dict[str, str]]] = {"inline": (inline, {}), "simulated": (simulated, ON_CPU)}
 
 
 class OutOfLuckError(Exception):
@@ -50,11 +50,8 @@ FAILURES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def make(streams: str) -> tuple[nn.Module, penstock.Optimizer]:
-    torch.manual_seed(0)
-    model = Stack([Block() for _ in range(3)])
-    make_streams, placement = STREAMS[streams]
-    optimizer = torch.optim.AdamW(model.parameters(), **HYPER)
-    return model, prepare_on(make_streams(), model, optimizer, placement=placement, precision="fp32")
+    make_streams, placed = STREAMS[streams]
+    return prepared(Blocks(3), make_streams, **placed)
 
 
 def one_step(model: nn.Module, optimizer: penstock.Optimizer, step: int) -> Tensor:
@@ -80,6 +77,7 @@ def test_a_step_after_a_failure_is_as_if_it_had_not_been(where, streams):
                 hook.remove()
             optimizer.zero_grad()
         losses += [one_step(model, optimizer, step) for step in (1, 2)]
+        assert optimizer._engine.gatherer.live_bytes == 0 or streams == "inline", "nothing stays gathered"
         values = [optimizer.full_param(p) for p in model.parameters()]
         optimizer.close()
         return losses + values

@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,37 +17,25 @@ from tests.models.family import Batch, Family, one_loss
 from tests.models.graphs_rows import GRAPHS
 from tests.models.modules_rows import MODULES
 from tests.models.transformers_rows import (
+    LANGUAGE,
     SIZES,
     TRANSFORMERS,
     gpt2,
     language_loss,
     llama,
+    make,
     mixtral,
     qwen3_moe,
 )
 from tests.simulating import differences, for_real, simulated
 
-READS_VALUES = ("integers", "evaluation_in_inference_mode")
+READS_VALUES = ("integers", "evaluation_in_between")
 #: One is not run in plain torch alone; of the other torch knows no size of what its kernel keeps.
 NOT_HERE = ("mixed_dtypes", "lstm")
 
 
-def gpt_neox() -> nn.Module:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=32, max_position_embeddings=32, **sizes))
-
-
-def qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=32, num_key_value_heads=1, head_dim=8, **sizes))
-
-
-def eager_llama() -> nn.Module:
-    return llama(attn_implementation="eager")
+gpt_neox = partial(make, "GPTNeoXForCausalLM", vocab_size=32, max_position_embeddings=32, **SIZES)
+qwen3 = partial(make, "Qwen3ForCausalLM", head_dim=8, **LANGUAGE)
 
 
 def checkpointed_llama() -> nn.Module:
@@ -55,19 +44,14 @@ def checkpointed_llama() -> nn.Module:
     return model.train()
 
 
-def in_bfloat16() -> nn.Module:
-    return llama().to(torch.bfloat16)
-
-
 OTHERS = [
-    Family(make.__name__, make, one_loss(language_loss))
-    for make in (gpt_neox, qwen3, eager_llama, checkpointed_llama, in_bfloat16)
+    Family("gpt_neox", gpt_neox, one_loss(language_loss)),
+    Family("qwen3", qwen3, one_loss(language_loss)),
+    Family("eager_llama", partial(llama, attn_implementation="eager"), one_loss(language_loss)),
+    Family("checkpointed_llama", checkpointed_llama, one_loss(language_loss)),
+    Family("in_bfloat16", lambda: llama().to(torch.bfloat16), one_loss(language_loss)),
 ]
-STEPS = [
-    *[*MODULES, *GRAPHS, *ADAPTERS][::7],
-    *TRANSFORMERS[4:],
-    *OTHERS,
-]
+STEPS = [*[*MODULES, *GRAPHS, *ADAPTERS][::7], *TRANSFORMERS[4:], *OTHERS]
 
 
 def of_values(row) -> bool:
@@ -105,13 +89,13 @@ def test_models_that_look_at_values_are_told_so(family: Family) -> None:
         assert "reads a value" in str(refused.value)
 
 
-@pytest.mark.parametrize("make", [gpt2, gpt_neox, qwen3])
-def test_flops_are_those_of_torchs_counter(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("build", [gpt2, gpt_neox, qwen3], ids=["gpt2", "gpt_neox", "qwen3"])
+def test_flops_are_those_of_torchs_counter(build: Callable[[], nn.Module]) -> None:
     """In eager attention: torch has no formula for that of a cpu."""
-    work = step(Family("", make, one_loss(language_loss)))
+    work = step(Family("", build, one_loss(language_loss)))
 
     def eager() -> nn.Module:
-        model = seeded(make)()
+        model = seeded(build)()
         model.set_attn_implementation("eager")
         return model
 
@@ -122,29 +106,26 @@ def test_flops_are_those_of_torchs_counter(make: Callable[[], nn.Module]) -> Non
     assert sum(flops) == counter.get_total_flops() > 0
 
 
-def gpt_oss() -> nn.Module:
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    sizes = {"num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
-    return GptOssForCausalLM(GptOssConfig(vocab_size=32, **sizes, **SIZES))
-
-
-def deepseek_v3() -> nn.Module:
-    """Experts are chosen within the best group of them."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    heads = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2}
-    sizes = {**SIZES, **heads, **experts, "topk_group": 1, "first_k_dense_replace": 0}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=32, num_key_value_heads=2, **sizes))
+EXPERTS = {"num_experts_per_tok": 2, "vocab_size": 32, **SIZES}
+gpt_oss = partial(make, "GptOssForCausalLM", num_key_value_heads=1, head_dim=8, num_local_experts=4, **EXPERTS)
+#: Experts are chosen within the best group of them.
+deepseek_v3 = partial(
+    make,
+    "DeepseekV3ForCausalLM",
+    **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0},
+    **{"num_key_value_heads": 2, **EXPERTS},
+)
 
 
-@pytest.mark.parametrize("make", [mixtral, qwen3_moe, gpt_oss, deepseek_v3])
-def test_routed_experts_compute_as_much_as_they_do_for_real(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "build", [mixtral, qwen3_moe, gpt_oss, deepseek_v3], ids=["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+)
+def test_routed_experts_compute_as_much_as_they_do_for_real(build: Callable[[], nn.Module]) -> None:
     """One by one: how many rows each gets depends on values, how many all get does not."""
 
     def one_by_one() -> nn.Module:
-        model = seeded(make)()
+        model = seeded(build)()
         model.config._experts_implementation = "eager"
         model.set_attn_implementation("eager")
         return model

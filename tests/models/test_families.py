@@ -28,14 +28,13 @@ from tests.models.modules_rows import MODULES, squared
 from tests.models.transformers_rows import TRANSFORMERS
 
 FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS, *ADAPTERS]
-#: What a dtype meets: layers and buffers; graphs of one layer differ in fp32 as they do in bf16.
-IN_BF16 = [
-    *TRANSFORMERS,
-    *MODULES,
-    *ADAPTERS,
-    *MIXING,
-    *(f for f in GRAPHS if f.name in ("autocast", "trained_forces")),
-]
+#: What a dtype meets: layers and buffers; graphs, and how modules are called, differ in fp32 as they do in bf16.
+OF_DTYPES = (
+    *("conv_batch_norm", "nn_transformer", "tutorial", "lstm", "attention_blocks", "tied_by_functional", "integers"),
+    *("non_contiguous", "odd_sizes", "only_empty", "parameter_lists", "mixed_dtypes", "parametrized", "frozen_block"),
+    *("autocast", "trained_forces"),
+)
+IN_BF16 = [*TRANSFORMERS, *ADAPTERS, *MIXING, *(f for f in (*MODULES, *GRAPHS) if f.name in OF_DTYPES)]
 #: Of each family one in turn: at world size 1 nothing of them is a matter of the family.
 RUNS = [
     (inline, ON_DEVICE, 3),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.integrations.lora import Lora, LoraWeights, add_adapters
+from tests.lib.engines import assert_same_state
 from tests.lib.ranks import run_ranks
 from tests.models.contract import ON_CPU, ON_DEVICE
 from tests.models.test_adapters import ALL_ON_NVME, MIXED, ON_NVME
@@ -52,9 +53,7 @@ def run(folder: Path, base: Any, *, rank: int = 0, **how: Any) -> tuple[list[flo
 
 def assert_same(found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> None:
     assert found[0] == expected[0]
-    assert found[1].keys() == expected[1].keys()
-    for name, value in expected[1].items():
-        assert torch.equal(found[1][name], value), name
+    assert_same_state(found[1], expected[1])
 
 
 @pytest.fixture
@@ -86,9 +85,8 @@ def on_two_ranks(rank: int, folder: Path, base: str, precision: Any) -> dict[str
 def test_two_ranks_begin_with_what_one_has(base: str, precision: str, folder: Path) -> None:
     expected = run(folder, base, precision=precision)[1]
     one, other = run_ranks(on_two_ranks, 2, folder, base, precision)
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-        assert torch.equal(value, expected[name]), name
+    assert_same_state(one, other)
+    assert_same_state(one, {name: expected[name] for name in one})
 
 
 def merged_on_two_ranks(rank: int, folder: Path) -> None:

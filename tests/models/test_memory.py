@@ -10,17 +10,16 @@ from torch import nn
 
 import penstock
 from penstock.engine.unit.unit import UnitState
-from tests.lib.engines import prepare_on
 from tests.lib.streams import simulated
 from tests.models.adapters_rows import ADAPTERS
-from tests.models.contract import HYPER, ON_CPU, RECORDED, STEPS, build, prepared
+from tests.models.contract import ON_CPU, RECORDED, build, prepared
 from tests.models.family import Batch, Family
 from tests.models.graphs_rows import GRAPHS
-from tests.models.modules_rows import MODULES, Block, Stack, squared
+from tests.models.modules_rows import MODULES
 from tests.models.transformers_rows import TRANSFORMERS
 
 FAMILIES = [*GRAPHS, *TRANSFORMERS[::4], *MODULES[::4], *ADAPTERS[:1]]
-NEEDS_GRAD = {"input_gradient_in_between", "parameter_gradient_in_between"}
+NEEDS_GRAD = {"gradients_in_between"}
 # A unit whose output nobody can look into stays gathered, as one whose backward was recorded does.
 UNBOUNDED = {"output_closed_object", "output_closed_object_beside_tensor", "output_generator", *RECORDED}
 
@@ -65,55 +64,4 @@ def test_nothing_stays_gathered_and_the_least_budget_is_enough(family):
         assert_released(optimizer)
     if family.name not in UNBOUNDED:
         assert optimizer._engine.gatherer.peak_live_bytes <= least
-    optimizer.close()
-
-
-def test_small_parameters_stay_gathered_and_nothing_else():
-    model = Stack()
-    optimizer = prepare_on(
-        simulated(),
-        model,
-        torch.optim.AdamW(model.parameters(), **HYPER),
-        placement=ON_CPU,
-        precision="fp32",
-        options=penstock.Options(persistent_bytes=4 * 32),  # norms and biases
-    )
-    engine = optimizer._engine
-    for step in range(STEPS):
-        optimizer.backward(squared(model(Batch(step).floats(4, 8))))
-        kept = [unit for unit in engine.context.units if unit.holding.unit_state is UnitState.GATHERED]
-        assert [unit.name for unit in kept] == ["root.small"]
-        assert engine.gatherer.live_bytes == kept[0].nbytes
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.close()
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_leaves_nothing_gathered(where):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            if where == "forward":
-                raise ValueError("out of luck")
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("out of luck")
-
-    model = Stack([Block() for _ in range(4)])
-    optimizer = prepare_on(
-        simulated(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
-    )
-    optimizer.backward(squared(model(Batch(0).floats(4, 8))))  # the order of units is known
-    optimizer.zero_grad()
-    handle = model.blocks[1].norm.register_forward_hook(lambda module, args, output: Fails.apply(output))
-    with pytest.raises(ValueError, match="out of luck"):
-        optimizer.backward(squared(model(Batch(1).floats(4, 8))))
-    assert_released(optimizer)
-    handle.remove()
-    with torch.no_grad():
-        model(Batch(1).floats(4, 8))
-    assert_released(optimizer)
     optimizer.close()

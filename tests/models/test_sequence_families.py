@@ -1,19 +1,18 @@
 """Each kind of model that can share sequences over ranks has the gradients of one rank, also with sliding windows."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from penstock.errors import ConfigError
 from penstock.integrations.families import Feature, classes_with
-from penstock.integrations.ulysses import check_shareable, sequence_parallel
-from penstock.parallel import cut, token_mean
+from penstock.integrations.ulysses import check_shareable
 from tests.lib.ranks import run_ranks
-from tests.models.test_sequence_parallel import batch, sum_of, whole_loss
+from tests.lib.refusals import Refusal, refused, rows
+from tests.models.test_sequence_parallel import Pairs, assert_alike, pairs_of
 
 WINDOW = 4  # of sequences of 11 tokens, of which a rank has 6, or 3
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -52,29 +51,13 @@ def tiny(kind: str, attention: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
-def gradients(rank: int, ranks: int, kinds: tuple[str, ...]) -> dict[str, list[tuple[str, Tensor, Tensor]]]:
-    """Of each type, attention and kind of batch, the gradients of one rank and the sum of those of all."""
+def gradients(rank: int, ranks: int, kinds: tuple[str, ...]) -> dict[str, Pairs]:
     found = {}
     for number, kind in enumerate(kinds):
         attention = "eager" if number % 2 or kind == "Gemma2ForCausalLM" else "sdpa"  # which caps its scores
-        rows = "causal" if number % 3 == 0 and ranks == 2 else "packed"
+        of_batch = "causal" if number % 3 == 0 and ranks == 2 else "packed"
         model, other = tiny(kind, attention), tiny(kind, attention)
-        whole_loss(model, [batch(rows)]).backward()
-        mine = cut(batch(rows), rank, ranks)
-        labels = mine.pop("shift_labels")
-        assert labels is not None
-        with sequence_parallel(other):
-            loss = token_mean(sum_of(other(**mine).logits, labels), (labels != -100).sum())
-            loss.backward()
-        pairs = []
-        for (name, one), many in zip(model.named_parameters(), other.parameters(), strict=True):
-            if one.grad is None:
-                assert many.grad is None
-                continue
-            summed = torch.zeros_like(many) if many.grad is None else many.grad
-            dist.all_reduce(summed)
-            pairs.append((name, one.grad, summed / ranks))
-        found[f"{kind} {attention} {rows}"] = pairs
+        found[f"{kind} {attention} {of_batch}"] = pairs_of(model, other, of_batch, rank, ranks)
     return found
 
 
@@ -84,35 +67,35 @@ def gradients(rank: int, ranks: int, kinds: tuple[str, ...]) -> dict[str, list[t
 )
 def test_gradients_of_every_class_are_those_of_one_rank(ranks: int, kinds: tuple[str, ...]) -> None:
     for found in run_ranks(gradients, ranks, ranks, kinds):
-        for row, pairs in found.items():
-            assert pairs
-            for name, one, many in pairs:
-                least = 5e-6 * one.abs().max().item()  # elements that are sums of larger ones
-                torch.testing.assert_close(many, one, rtol=5e-6, atol=least, msg=lambda text: f"{row} {name} {text}")  # noqa: B023
+        assert_alike(found, 5e-6)
 
 
-def test_attention_of_its_own_under_a_known_name_is_refused() -> None:
+def own_attention() -> Any:
     model = tiny("StableLmForCausalLM", "sdpa")
-    layer = model.model.layers[0]
-    layer.self_attn.__class__ = type("OwnAttention", (type(layer.self_attn),), {"__module__": "transformers_modules.x"})
-    with pytest.raises(ConfigError, match="the model's attention is its own, that of StableLmForCausalLM"):
-        check_shareable(model, 2)
+    attention = model.model.layers[0].self_attn
+    attention.__class__ = type("OwnAttention", (type(attention),), {"__module__": "transformers_modules.x"})
+    return model
 
 
-@pytest.mark.parametrize(("kind", "name"), [("gpt_oss", "GptOssForCausalLM"), ("vit", "SimpleNamespace")])
-def test_classes_that_are_not_known_are_refused_by_name(kind: str, name: str) -> None:
+def configured(kind: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(kind)
+    config = AutoConfig.for_model(kind, **changes)
     config._attn_implementation = "sdpa"
-    with pytest.raises(ConfigError, match=f"^{name} is not known to share a sequence"):
-        check_shareable(SimpleNamespace(config=config, _supports_attention_backend=True), 2)
+    return SimpleNamespace(config=config, _supports_attention_backend=True)
 
 
-def test_layers_of_other_kinds_are_refused() -> None:
-    from transformers import Qwen3Config
+OTHER_LAYERS = {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}
+UNKNOWN = "is not known to share a sequence"
+REFUSED = {
+    "own attention": Refusal(own_attention, "the model's attention is its own, that of StableLmForCausalLM"),
+    "another class": Refusal(partial(configured, "gpt_oss"), f"GptOssForCausalLM {UNKNOWN}"),
+    "no language model": Refusal(partial(configured, "vit"), f"SimpleNamespace {UNKNOWN}"),
+    "other layers": Refusal(partial(configured, "qwen3", **OTHER_LAYERS), "layers with linear_attention cannot share"),
+}
 
-    config = Qwen3Config(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2)
-    config._attn_implementation = "sdpa"
-    with pytest.raises(ConfigError, match="layers with linear_attention cannot share"):
-        check_shareable(SimpleNamespace(config=config, _supports_attention_backend=True), 2)
+
+@rows(REFUSED)
+def test_what_cannot_share_a_sequence_is_refused_by_name(row: Refusal) -> None:
+    model = row.do()
+    refused(replace(row, do=lambda: check_shareable(model, 2)))

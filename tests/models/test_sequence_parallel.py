@@ -1,6 +1,7 @@
 """One sequence over several ranks gives the gradients, and the training, of one rank that has all of it."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,24 +11,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-import penstock
 from penstock.integrations.chunked import chunk_loss
 from penstock.integrations.ulysses import sequence_parallel
 from penstock.parallel import cut, token_mean
+from tests.lib import models
+from tests.lib.engines import prepared, sgd
 from tests.lib.ranks import run_ranks
+from tests.lib.streams import inline
 
 LENGTH = 11  # which neither 2 nor 4 divides
 
 
 def llama(attention: str, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
-    config = LlamaConfig(
-        num_attention_heads=4, num_key_value_heads=2, use_cache=False, attn_implementation=attention, **sizes
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    sizes: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return models.llama(vocab_size=40, use_cache=False, attn_implementation=attention, **sizes).to(dtype)
 
 
 def batch(kind: str, seed: int = 1) -> dict[str, Tensor]:
@@ -72,8 +69,39 @@ def whole_loss(model: Any, rows: list[dict[str, Tensor]]) -> Tensor:
     return total / tokens
 
 
-def gradients(rank: int, ranks: int) -> dict[str, list[tuple[str, Tensor, Tensor]]]:
-    """Of each row of the table, the gradients of one rank and the mean of those of all."""
+#: Of each parameter, the gradient of one rank and the mean of those of all.
+Pairs = list[tuple[str, Tensor, Tensor]]
+
+
+def pairs_of(model: Any, other: Any, kind: str, rank: int, ranks: int, *, chunked: bool = False) -> Pairs:
+    whole_loss(model, [batch(kind)]).backward()
+    mine = cut(batch(kind), rank, ranks)
+    labels = mine.pop("shift_labels")
+    assert labels is not None
+    with sequence_parallel(other):
+        loss = token_mean(sum_over(other, mine, labels, chunked=chunked), (labels != -100).sum())
+    loss.backward()
+    pairs = []
+    for (name, one), many in zip(model.named_parameters(), other.parameters(), strict=True):
+        if one.grad is None:
+            assert many.grad is None
+            continue
+        summed = torch.zeros_like(many) if many.grad is None else many.grad
+        dist.all_reduce(summed)
+        pairs.append((name, one.grad, summed / ranks))
+    return pairs
+
+
+def assert_alike(found: dict[str, Pairs], in_fp32: float) -> None:
+    for row, pairs in found.items():
+        assert pairs
+        for name, one, many in pairs:
+            close = 1e-10 if one.dtype == torch.float64 else in_fp32
+            least = close * one.abs().max().item()  # elements that are sums of larger ones
+            torch.testing.assert_close(many, one, rtol=close, atol=least, msg=lambda text: f"{row} {name} {text}")  # noqa: B023
+
+
+def gradients(rank: int, ranks: int) -> dict[str, Pairs]:
     found = {}
     for attention, chunked, kinds in (
         ("sdpa", False, ("causal", "padded", "packed")),
@@ -84,17 +112,7 @@ def gradients(rank: int, ranks: int) -> dict[str, list[tuple[str, Tensor, Tensor
             # In fp64 the eager mask of a row that sees nothing (padding on the left) is -inf in its fp32 softmax: NaN.
             dtype = torch.float32 if attention == "eager" else torch.float64
             model, other = llama(attention, dtype), llama(attention, dtype)
-            whole_loss(model, [batch(kind)]).backward()
-            mine = cut(batch(kind), rank, ranks)
-            labels = mine.pop("shift_labels")
-            assert labels is not None
-            with sequence_parallel(other):
-                loss = token_mean(sum_over(other, mine, labels, chunked=chunked), (labels != -100).sum())
-            loss.backward()
-            pairs = []
-            for (name, one), many in zip(model.named_parameters(), other.parameters(), strict=True):
-                dist.all_reduce(many.grad)
-                pairs.append((name, one.grad, many.grad / ranks))
+            pairs = pairs_of(model, other, kind, rank, ranks, chunked=chunked)
             found[f"{attention} {kind}{' chunked' * chunked}"] = pairs
             assert other.config._attn_implementation == attention
     return found
@@ -103,11 +121,7 @@ def gradients(rank: int, ranks: int) -> dict[str, list[tuple[str, Tensor, Tensor
 @pytest.mark.parametrize("ranks", [2, 4])  # over 4, two heads of keys are copied
 def test_gradients_are_those_of_one_rank(ranks: int) -> None:
     for found in run_ranks(gradients, ranks, ranks):
-        for row, pairs in found.items():
-            for name, one, many in pairs:
-                close = 1e-10 if one.dtype == torch.float64 else 1e-6
-                least = close * one.abs().max().item()  # elements that are sums of larger ones
-                torch.testing.assert_close(many, one, rtol=close, atol=least, msg=lambda text: f"{row} {name} {text}")  # noqa: B023
+        assert_alike(found, 1e-6)
 
 
 def train(rank: int, ranks: int, shape: tuple[int, int], how: dict[str, Any], recompute: bool) -> dict[str, Tensor]:
@@ -117,12 +131,8 @@ def train(rank: int, ranks: int, shape: tuple[int, int], how: dict[str, Any], re
     model = llama("sdpa")
     if recompute:
         model.gradient_checkpointing_enable()
-    optimizer = penstock.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
-        mesh=mesh,
-        **{"precision": "fp32", "max_grad_norm": 0.5} | how,
-    )
+    stock = partial(sgd, lr=0.5, momentum=0.9)
+    _, optimizer = prepared(model, inline, stock=stock, mesh=mesh, **{"max_grad_norm": 0.5} | how)
     for step in range(2):
         chunks = [
             cut(batch("packed", 100 * step + 10 * micro + mesh["dp_shard"].get_local_rank()), place, cp)
@@ -163,7 +173,7 @@ def trained_on_one(data: int, most: float | None) -> dict[str, Tensor]:
     ],
 )
 def test_training_is_that_of_one_rank(
-    shape: tuple[int, int], params: str, activations: str, overlap: str, recompute: bool, tmp_path: Any
+    shape: tuple[int, int], params: str, activations: str, overlap: str, recompute: bool
 ) -> None:
     """With clipping, where there can be any, and accumulation, wherever the state is."""
     most = None if overlap == "backward" else 0.5
@@ -173,24 +183,22 @@ def test_training_is_that_of_one_rank(
         shape[0] * shape[1],
         shape[0] * shape[1],
         shape,
-        how_of(params, activations, overlap, most, tmp_path),
+        how_of(params, activations, overlap, most),
         recompute,
     ):
         for name, values in expected.items():
             torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-6, msg=lambda t: f"{name} {t}")  # noqa: B023
 
 
-def how_of(params: str, activations: str, overlap: str, most: float | None, folder: Any) -> dict[str, Any]:
+def how_of(params: str, activations: str, overlap: str, most: float | None) -> dict[str, Any]:
     # The host updates what rests there, so in backward too.
-    placement = penstock.Placement(
-        params=params, grads="cpu", optimizer="cpu", activations=activations, nvme_path=folder
-    )
-    return {"placement": placement, "overlap": overlap, "max_grad_norm": most}
+    placed = {"params": params, "grads": "cpu", "optimizer": "cpu", "activations": activations}
+    return placed | {"overlap": overlap, "max_grad_norm": most}
 
 
-def test_training_in_half_precision_is_that_of_one_rank_to_rounding(tmp_path: Any) -> None:
-    how = how_of("nvme", "cpu", "forward", 0.5, tmp_path)
-    how |= {"precision": "fp16", "options": penstock.Options(initial_loss_scale=256.0)}
+def test_training_in_half_precision_is_that_of_one_rank_to_rounding() -> None:
+    how = how_of("nvme", "cpu", "forward", 0.5)
+    how |= {"precision": "fp16", "initial_loss_scale": 256.0}
     start = dict(llama("sdpa").named_parameters())
     (expected,) = run_ranks(train, 1, 1, (1, 1), how, False)
     for found in run_ranks(train, 2, 2, (1, 2), how, False):

@@ -6,7 +6,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,11 @@ from torch import Tensor, nn
 import penstock
 from penstock.layout import ALIGNMENT_NUMEL
 from tests.accounts import assert_table_agrees, tensor_bytes
-from tests.lib.engines import prepare_on
-from tests.lib.memory import disks
+from tests.lib import engines
 from tests.lib.models import Buffered
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
-from tests.models.adapters_rows import ADAPTERS, PEFT, Adapted, Float8Linear, Int8Linear
+from tests.models.adapters_rows import Adapted, Float8Linear, Int8Linear
 from tests.models.contract import to_bf16
 from tests.models.family import Batch
 from tests.models.modules_rows import Stack, squared
@@ -55,15 +53,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "int8": (lambda: Adapted(Int8Linear), on_floats(4, 8)),
     "float8": (lambda: Adapted(Float8Linear), on_floats(4, 8)),
 }
-DISKS = {"nvme_path": disks()}
-PLACEMENTS = {
-    "device": penstock.Placement(),
-    "cpu": penstock.Placement(params="cpu"),
-    "nvme": penstock.Placement(params="nvme", **DISKS),
-    "everywhere": penstock.Placement(params={"device": 0.3, "cpu": 0.3, "nvme": 0.4}, **DISKS),
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device": {"params": "device"},
+    "cpu": {"params": "cpu"},
+    "nvme": {"params": "nvme"},
+    "everywhere": {"params": {"device": 0.3, "cpu": 0.3, "nvme": 0.4}},
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TILES = penstock.Options(tile_bytes=4 << 10)
 
 
 def built(name: str, precision: str = "fp32") -> nn.Module:
@@ -75,12 +71,10 @@ def built(name: str, precision: str = "fp32") -> nn.Module:
     return model
 
 
-def prepared(
-    model: nn.Module, streams: Any = separate, placement: penstock.Placement = PLACEMENTS["cpu"], **how: Any
-) -> penstock.Optimizer:
+def prepared(model: nn.Module, streams: Any = separate, **how: Any) -> penstock.Optimizer:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nobody owns the parameters, and nobody is to be told
-        return prepare_on(streams(), model, None, placement=placement, **{"precision": "fp32", "options": TILES, **how})
+        return engines.prepared(model, streams, stock=None, **{"params": "cpu", **how})[1]
 
 
 def assert_as_plain(name: str, precision: str, streams: Any, placement: str, stage: int = 3, rank: int = 0) -> None:
@@ -88,7 +82,7 @@ def assert_as_plain(name: str, precision: str, streams: Any, placement: str, sta
     plain, model, call = built(name, precision), built(name, precision), MODELS[name][1]
     plain.requires_grad_(False)  # torch's choice of kernels goes by that
     trained = [p.requires_grad for p in model.parameters()]
-    optimizer = prepared(model, streams, PLACEMENTS[placement], precision=precision, stage=stage)
+    optimizer = prepared(model, streams, precision=precision, stage=stage, **PLACEMENTS[placement])
     for number in range(2):
         batch = [Batch(number, rank, DTYPES[precision]) for _ in range(2)]
         with torch.no_grad() if number else torch.enable_grad():
@@ -121,20 +115,6 @@ def test_forwards_of_two_ranks_are_the_plain_model_s() -> None:
     run_ranks(on_two_ranks, 2)
 
 
-@pytest.mark.skipif(PEFT not in ADAPTERS, reason="without peft")
-def test_adapters_on_and_off() -> None:
-    """With adapters one model is the policy and its reference."""
-    torch.manual_seed(0)
-    model = PEFT.build().eval()
-    plain = copy.deepcopy(model)
-    plain.requires_grad_(False)
-    optimizer = prepared(model)
-    for around in (lambda m: m.disable_adapter(), lambda m: nullcontext()):
-        with around(plain), around(model), torch.no_grad():
-            assert torch.equal(logits(model, Batch(0)), logits(plain, Batch(0)))
-    optimizer.close()
-
-
 def test_the_handle_may_be_dropped() -> None:
     """The model goes on, and takes everything with it when it goes."""
     model, plain = built("stack"), built("stack").requires_grad_(False)
@@ -161,11 +141,12 @@ SHARED = {"grads": "cpu", "optimizer": {"cpu": 0.5, "device": 0.5}}
 @pytest.mark.parametrize(("tier", "precision"), [("device", "bf16"), ("cpu", "fp32"), ("nvme", "bf16")])
 def test_parameters_are_all_there_is(tier: str, precision: str, tmp_path: Path) -> None:
     model = Stack()
-    placement = penstock.Placement(params=tier, nvme_path=tmp_path, **SHARED)
     threads, before = threading.active_count(), tensor_bytes()
     optimizer = prepared(
         model,
-        placement=placement,
+        params=tier,
+        nvme_path=tmp_path,
+        **SHARED,
         precision=precision,
         max_grad_norm=1.0,
         grad_accumulation_dtype=torch.float32,
@@ -223,23 +204,6 @@ def test_every_parameter_is_frozen_until_close() -> None:
     assert model.first.weight.grad is not None
 
 
-@pytest.mark.parametrize(("streams", "precision"), [(inline, "bf16"), (separate, "fp32"), (simulated, "fp16")])
-def test_a_backward_goes_through_it_to_its_inputs(streams: Any, precision: str) -> None:
-    """In fp16 as well, without a loss scale, and whatever is said about updates."""
-    torch.manual_seed(0)
-    model, dtype = Stack(), DTYPES[precision]
-    plain = copy.deepcopy(model).to(dtype).requires_grad_(False)
-    optimizer = prepared(model, streams, precision=precision, overlap="backward")
-    for number in range(2):
-        x, y = (Batch(number, dtype=dtype).floats(4, 8).requires_grad_() for _ in range(2))
-        squared(model(x)).backward()
-        squared(plain(y)).backward()
-        assert torch.equal(x.grad, y.grad)
-        assert all(p.grad is None for p in model.parameters())
-    assert optimizer._engine.gatherer.live_bytes == 0
-    optimizer.close()
-
-
 def test_a_parameter_that_is_unfrozen_is_named_when_it_gets_a_gradient() -> None:
     model = Stack()
     model.last.bias.requires_grad_(False)  # before, or not
@@ -282,9 +246,9 @@ def train_beside(rank: int, placement: str, stage: int, precision: str) -> None:
     for alone in (True, False):
         judged = Judged()
         adamw = torch.optim.AdamW(judged.policy.parameters(), lr=1e-2, eps=1e-2)
-        shared = {"placement": PLACEMENTS[placement], "stage": stage, "precision": precision}
-        options = penstock.Options(initial_loss_scale=256.0)
-        policy, others = prepare_on(separate(), judged.policy, adamw, options=options, **shared), []
+        shared = {"stage": stage, "precision": precision, **PLACEMENTS[placement]}
+        how = {"initial_loss_scale": 256.0, **shared}
+        policy, others = engines.prepared(judged.policy, stock=lambda _, adamw=adamw: adamw, **how)[1], []
         for model in (judged.reference, judged.reward):
             if alone:
                 model.to(DTYPES[precision]).requires_grad_(False)

@@ -1,17 +1,26 @@
 """Models of the transformers library, from tiny configurations with random weights."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
+from tests.lib import models
 from tests.models.family import Batch, Family, one_loss
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+LANGUAGE = {"vocab_size": 32, "num_key_value_heads": 1, **SIZES}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
+
+llama = partial(models.llama, width=16)
 
 
-def llama(**changes) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make(name: str, **config: object) -> nn.Module:
+    """A model by the name of its class."""
+    import transformers
 
-    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": 32, "num_key_value_heads": 1, **SIZES, **changes}))
+    made = getattr(transformers, name)
+    return made(made.config_class(**config))
 
 
 def chunked_llama(**changes) -> nn.Module:
@@ -23,62 +32,28 @@ def chunked_llama(**changes) -> nn.Module:
     return model
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)
-    return GPT2LMHeadModel(config)
-
-
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(vocab_size=32, decoder_start_token_id=0, **sizes))
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=3, **SIZES))
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(vocab_size=32, max_position_embeddings=16, **SIZES))
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=32,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        router_aux_loss_coef=0.1,
-        **SIZES,
-    )
-    return MixtralForCausalLM(config)
-
-
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
-
-
-def qwen2_moe() -> nn.Module:
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
-
-    sizes = {"vocab_size": 32, "num_key_value_heads": 1, "shared_expert_intermediate_size": 16}
-    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **MIXTURE, **SIZES))
-
-
-def qwen3_moe() -> nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = {"vocab_size": 32, "num_key_value_heads": 1, "head_dim": 8}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **MIXTURE, **SIZES))
+gpt2 = partial(
+    make,
+    "GPT2LMHeadModel",
+    **{"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0},
+    eos_token_id=1,
+)
+t5 = partial(
+    make,
+    "T5ForConditionalGeneration",
+    **{"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
+    decoder_start_token_id=0,
+)
+vit = partial(make, "ViTForImageClassification", image_size=8, patch_size=4, num_labels=3, **SIZES)
+bert = partial(make, "BertForMaskedLM", vocab_size=32, max_position_embeddings=16, **SIZES)
+mixtral = partial(
+    make,
+    "MixtralForCausalLM",
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1},
+    **LANGUAGE,
+)
+qwen2_moe = partial(make, "Qwen2MoeForCausalLM", shared_expert_intermediate_size=16, **MIXTURE, **LANGUAGE)
+qwen3_moe = partial(make, "Qwen3MoeForCausalLM", head_dim=8, **MIXTURE, **LANGUAGE)
 
 
 def language_loss(model: nn.Module, batch: Batch) -> Tensor:
