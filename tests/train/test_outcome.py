@@ -99,7 +99,7 @@ def test_the_file_of_a_run_makes_the_same_run(made: Path, tmp_path: Path) -> Non
 def test_without_options_a_small_model_reads_pythons_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default run, cut to a few steps and documents: it learns, and has a model that reads bytes."""
     out = tmp_path / "out"
-    few = library_files()[:40]
+    few = library_files()[:8]
     monkeypatch.setattr("penstock.train.data.library_files", lambda: few)
     with listening() as heard:
         words = ["--max_steps", "4", "--logging_steps", "1", "--per_device_train_batch_size", "2"]
