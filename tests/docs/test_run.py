@@ -1,7 +1,7 @@
 """The commands of docs/start.md and of the README are run as they are written, in order, in one folder.
 
-What they name is there: a model of 80 thousand parameters, twelve conversations, a script of somebody's. What both pages
-type, with another name for what comes out, is run once.
+What they name is there: a model of 80 thousand parameters, twelve conversations, a script of somebody's. What both
+pages type, with another name for what comes out, is run once.
 """
 
 import json

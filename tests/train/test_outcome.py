@@ -28,7 +28,7 @@ from tests.train.runs import (
     steps_of,
     written,
 )
-from tests.train.test_as_trl import ASSISTANT, LORA, settings_of
+from tests.train.test_as_trl import ASSISTANT, settings_of
 
 
 def logits(folder: Path, text: str = "What is the password?") -> torch.Tensor:
@@ -61,15 +61,6 @@ def test_what_lies_in_the_folder(made: Path, tmp_path: Path) -> None:
     assert {"loss", "grad_norm", "bytes_by_tier"} <= told
     page = (found.out / "report.html").read_text()
     assert "loss" in page
-
-
-def test_an_int8_base_trains_its_adapters(made: Path, tmp_path: Path) -> None:
-    """Nearly as the whole base does."""
-    settings = settings_of(made, "chats", **ASSISTANT, **LORA)
-    plain = ours(settings, tmp_path / "plain", penstock=CPU)
-    found = ours(settings, tmp_path / "int8", penstock=CPU | {"base": "int8"})
-    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(plain.losses), rtol=0.05, atol=0)
-    assert found.losses != plain.losses
 
 
 # A run is a file

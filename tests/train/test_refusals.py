@@ -134,10 +134,10 @@ def test_what_is_refused_leaves_an_earlier_run_as_it_was(made: Path, tmp_path: P
     assert after == before
 
 
-def refused_on_rank(rank: int, argv: list[str], folder: Path) -> str:
+def refused_on_rank(rank: int, lines: list[list[str]], folder: Path) -> list[str]:
     os.environ.update(CI="1", HF_HUB_OFFLINE="1")
     os.chdir(folder)
-    return refused(argv)
+    return [refused(argv) for argv in lines]
 
 
 def test_every_rank_refuses_what_one_of_them_cannot(made: Path, tmp_path: Path) -> None:
@@ -145,11 +145,11 @@ def test_every_rank_refuses_what_one_of_them_cannot(made: Path, tmp_path: Path) 
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": 3}\n{"none": "a"}\n')
     settings["dataset_name"] = str(tmp_path / "rows.jsonl")
     file = written(settings, tmp_path, "run")
-    for said in run_ranks(refused_on_rank, 2, ["--config", str(file)], tmp_path):
-        assert "rows.jsonl" in said
     words = ["--max_device_bytes", "16KiB", "--optimizer", "device"]
-    for said in run_ranks(refused_on_rank, 2, ["--config", str(file), *words], tmp_path):
-        assert "16,384" in said
+    lines = [["--config", str(file)], ["--config", str(file), *words]]
+    for of_rows, of_memory in run_ranks(refused_on_rank, 2, lines, tmp_path):
+        assert "rows.jsonl" in of_rows
+        assert "16,384" in of_memory
 
 
 def test_the_command_ends_with_one_line_and_status_2(

@@ -40,6 +40,13 @@ def test_adapters_that_need_values_have_them(words: list[str], model: Path) -> N
     assert made.weights is None
 
 
+def test_a_base_in_int8_has_codes_under_its_adapters(model: Path) -> None:
+    _, made = built(model, "--use_peft", "--base", "int8")
+    assert {p.dtype for p in made.model.parameters() if p.requires_grad} == {torch.float32}
+    assert torch.int8 in {p.dtype for p in made.model.parameters()}
+    assert made.weights is not None
+
+
 def test_a_vocabulary_grows_to_the_largest_id_of_its_tokenizer(model: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
