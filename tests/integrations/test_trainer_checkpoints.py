@@ -118,17 +118,6 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> No
     assert_weights(weights(resumed), weights(whole), relative=0)
 
 
-def test_the_last_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:
-    first = our_trainer(tmp_path, max_steps=4, save_total_limit=1, lr_scheduler_type="constant", **SAVED)
-    first.train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
-    second = our_trainer(tmp_path, seed=5, lr_scheduler_type="constant", **SAVED)
-    second.train(resume_from_checkpoint=True)
-    whole = our_trainer(tmp_path / "whole", lr_scheduler_type="constant")
-    whole.train()
-    assert history(second)[4:] == history(whole)[4:]
-
-
 def test_a_checkpoint_of_plain_trainer_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = plain_trainer(tmp_path, **SAVED)
     plain.train()

@@ -1,15 +1,13 @@
 """Checkpoints of `torch.distributed.checkpoint`, written by torch itself: FSDP2 on two ranks, each layout."""
 
 import functools
-import io
 import itertools
 import os
 import pickle
 import random
 import shutil
 import warnings
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -276,24 +274,3 @@ def test_damaged_files(seed: int, saved: Path, tmp_path: Path) -> None:
         except penstock.PenstockError as error:
             said = str(error)
     assert "\n" not in said
-
-
-def test_what_is_compressed_is_not_unpacked(whole: Path) -> None:
-    """An item that somebody made smaller than what is in it."""
-    content = pickle.loads((whole / ".metadata").read_bytes())
-    index, info = next((k, v) for k, v in content.storage_data.items() if k.fqn == "model.blocks.0.weight")
-    file = whole / info.relative_path
-    item = file.read_bytes()[info.offset : info.offset + info.length]
-    packed = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(item)) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
-    change(whole, lambda content: _move(content, index, file.stat().st_size, len(packed.getvalue())))
-    with file.open("ab") as opened:
-        opened.write(packed.getvalue())
-    refused(whole, "is compressed, which torch.save does not do")
-
-
-def _move(content: Any, index: Any, offset: int, length: int) -> None:
-    places: Mapping[Any, Any] = content.storage_data
-    places[index].offset, places[index].length = offset, length
