@@ -161,16 +161,6 @@ def test_metrics_predictions_and_callbacks(tmp_path: Path) -> None:
     assert history(ours, "eval_same") == history(plain, "eval_same")
 
 
-def test_train_after_close_begins_anew(tmp_path: Path) -> None:
-    ours = our_trainer(tmp_path, max_steps=2)
-    ours.train()
-    first = ours.penstock
-    ours.penstock.close()
-    assert all(p.isfinite().all() for p in ours.model.parameters())
-    ours.train()
-    assert ours.penstock is not first
-
-
 def test_another_trainer_takes_the_model_over(tmp_path: Path) -> None:
     """As where a cell of a notebook runs again: the trainer before may be gone, and its optimizer with it."""
     runs = []

@@ -14,12 +14,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from penstock.integrations.transformers import trainer_class
 
@@ -209,11 +204,7 @@ def trainer_of(name: str, prepare: Mapping[str, Any] | None, folder: Path, **opt
 
 
 def run(
-    name: str,
-    prepare: Mapping[str, Any] | None,
-    folder: Path,
-    train: Mapping[str, Any] | None = None,
-    **options: Any,
+    name: str, prepare: Mapping[str, Any] | None, folder: Path, train: Mapping[str, Any] | None = None, **options: Any
 ) -> Outcome:
     trainer = trainer_of(name, prepare, folder, **options)
     trainer.train(**(train or {}))

@@ -53,11 +53,7 @@ def die_while_writing(rank: int, settings: dict[str, Any], out: Path, placement:
 
 
 def run_on_rank(
-    rank: int,
-    settings: dict[str, Any],
-    out: Path,
-    placement: dict[str, Any],
-    ends: Mapping[str, Any] | None = None,
+    rank: int, settings: dict[str, Any], out: Path, placement: dict[str, Any], ends: Mapping[str, Any] | None = None
 ) -> Outcome:
     """The command in this rank, which may be asked to end."""
     os.environ.update(CI="1", HF_HUB_OFFLINE="1")

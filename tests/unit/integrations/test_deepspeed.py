@@ -159,27 +159,15 @@ EDITS: dict[str, tuple[str, Edit, str]] = {
         put(False, *STATES, "param_groups", 0, "bias_correction"),
         "has bias_correction=False",
     ),
-    "no tensor": (
-        OPTIM.format(0),
-        put("text", *FLAT),
-        r"fp32_flat_groups\[0\]' is not a tensor",
-    ),
+    "no tensor": (OPTIM.format(0), put("text", *FLAT), r"fp32_flat_groups\[0\]' is not a tensor"),
     "one element, often": (MODEL_0, one_element_often, "more elements than it has|their sizes differ"),
     "a master of one element": (OPTIM.format(1), put(torch.zeros(1).expand(1 << 30), *FLAT), "more elements than it"),
-    "a million things": (
-        MODEL_0,
-        put({"state": doubled(40)}, "lr_scheduler"),
-        "has more in it than the file",
-    ),
+    "a million things": (MODEL_0, put({"state": doubled(40)}, "lr_scheduler"), "has more in it than the file"),
     "a shape beyond any": (MODEL_0, put((1 << 62,) * 60, *SHAPE), "is larger than any tensor"),
     "a name of many lines": (MODEL_0, put((1,), "param_shapes", 0, "a\nb"), "has the key 'a.+b', which is not a name"),
     "no number": (OPTIM.format(1), put(torch.tensor(float("nan")), *STATES, "state", 0, "step"), "is not a count"),
     "a state called master": (OPTIM.format(1), put(a_state_called_master, *STATES, "state", 0), "is no state of an"),
-    "groups that share": (
-        OPTIM.format(0),
-        put([0], *STATES, "param_groups", 1, "params"),
-        "of another group",
-    ),
+    "groups that share": (OPTIM.format(0), put([0], *STATES, "param_groups", 1, "params"), "of another group"),
     "complex": (OPTIM.format(1), put(lambda v: v.to(torch.complex64), *FLAT), "it names 'torch.ComplexFloatStorage'"),
 }
 

@@ -53,12 +53,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("make", "streams", "precision"),
-    [
-        (llama, True, "fp32"),
-        (lambda: llama(tied=True), True, "bf16"),
-        (gpt2, True, "fp32"),
-        (mixtral, False, "bf16"),
-    ],
+    [(llama, True, "fp32"), (lambda: llama(tied=True), True, "bf16"), (gpt2, True, "fp32"), (mixtral, False, "bf16")],
     ids=["llama", "tied", "gpt2", "fused"],
 )
 def test_the_files_are_those_of_transformers(
