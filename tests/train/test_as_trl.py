@@ -27,6 +27,7 @@ from tests.train.runs import (
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_target_modules": "all-linear"}
 ASSISTANT = {"assistant_only_loss": True}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 BEST = {
     "eval_strategy": "steps",
     "eval_steps": 2,
@@ -62,10 +63,19 @@ ROWS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
         DEVICE,
     ),
     "wrapped": ("texts", {"packing": True, "packing_strategy": "wrapped", "max_length": 48}, CPU),
-    # What dropout draws depends on the shape of a batch, which packed rows have as rows here, and flattened in TRL.
-    "adapters on nvme, packed": (
+    # Packed rows are rows here, and flattened in TRL.
+    "split into packed rows, evaluated unpacked": (
+        "texts",
+        EVALUATED
+        | {"packing": True, "packing_strategy": "bfd_split", "max_length": 8, "eval_packing": False}
+        | {"attn_implementation": "eager"},
+        CPU,
+    ),
+    "without padding": ("completions", {"padding_free": True, "max_length": None}, CPU),
+    # What dropout draws depends on the shape of a batch.
+    "adapters on nvme, packed, evaluated": (
         "chats",
-        ASSISTANT | LORA | {"packing": True, "weight_decay": 0.3, "lora_dropout": 0.0},
+        EVALUATED | ASSISTANT | LORA | {"packing": True, "weight_decay": 0.3, "lora_dropout": 0.0},
         NVME,
     ),
     "no norm, one batch, no recomputation": (
@@ -170,7 +180,7 @@ RANKS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     ),
     "completions at stage 1, evaluated": (
         "completions",
-        {"eval_strategy": "steps", "eval_steps": 3},
+        EVALUATED,
         MIXED | {"stage": 1},
     ),
 }
