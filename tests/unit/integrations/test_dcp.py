@@ -1,13 +1,12 @@
 """Checkpoints of `torch.distributed.checkpoint`, written by torch itself: FSDP2 on two ranks, each layout."""
 
-import functools
 import itertools
-import os
 import pickle
 import random
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 import penstock
 from penstock.checkpoint.tables import BoxExtent
 from penstock.ext.interop.dcp import _SavedTensor, import_checkpoint
-from tests.deepspeed_checks import check, plain, prepared
+from tests import deepspeed_checks
+from tests.deepspeed_checks import Harmful, check, plain, prepared
 from tests.lib.ranks import run_ranks
 from tests.optional.deepspeed_files import STEPS, Model, batch, groups
 
@@ -99,7 +99,7 @@ def test_buffers_of_one_rank_are_named(tmp_path: Path) -> None:
     with pytest.raises(penstock.CheckpointError, match="it has 'seen', which the model has not"):
         optimizer.load(tmp_path / "wrong")
     optimizer.close()
-    importer = functools.partial(import_checkpoint, buffers=["se*n"])
+    importer = partial(import_checkpoint, buffers=["se*n"])
     check(tmp_path / "plain", tmp_path / "out", world_size=1, near=1e-6, importer=importer)
 
 
@@ -152,16 +152,7 @@ def test_boxes_of_any_cut(seed: int) -> None:
 # What is refused, and leaves nothing
 
 
-class Harmful:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("harm",)
-
-
-def refused(folder: Path, match: str) -> None:
-    out = folder.parent / "out"
-    with pytest.raises(penstock.CheckpointError, match=match):
-        import_checkpoint(folder, out)
-    assert not out.exists() or not any(out.iterdir())
+refused = partial(deepspeed_checks.refused, import_checkpoint)
 
 
 def change(folder: Path, edit: Callable[[Any], None]) -> None:

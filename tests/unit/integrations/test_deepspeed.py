@@ -4,6 +4,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 
 import penstock
 from penstock.ext.interop.deepspeed import import_checkpoint
-from tests.deepspeed_checks import check, load, masters
+from tests import deepspeed_checks
+from tests.deepspeed_checks import Harmful, check, load, masters
 from tests.property.test_checkpoint_files import limited_memory
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed"
@@ -51,16 +53,7 @@ def change(file: Path, edit: Callable[[Any], None]) -> None:
     torch.save(content, file)
 
 
-def refused(folder: Path, match: str) -> None:
-    out = folder.parent / "out"
-    with pytest.raises(penstock.CheckpointError, match=match):
-        import_checkpoint(folder, out)
-    assert not out.exists() or not any(out.iterdir())
-
-
-class Harmful:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("harm",)
+refused = partial(deepspeed_checks.refused, import_checkpoint)
 
 
 def test_code_is_never_run(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
