@@ -1,9 +1,11 @@
 """What a checkpoint that was imported must hold: what plain torch computes in the same training."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,21 @@ from tests.optional.deepspeed_files import STEPS, Model, batch, groups
 
 class Ignored:
     """Stands for an object of DeepSpeed's."""
+
+
+class Harmful:
+    """Makes a folder where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harm",)
+
+
+def refused(importer: Callable[..., None], folder: Path, match: str) -> None:
+    """Assert that a checkpoint is not imported, and nothing is made of it."""
+    out = folder.parent / "out"
+    with pytest.raises(penstock.CheckpointError, match=match):
+        importer(folder, out)
+    assert not out.exists() or not any(out.iterdir())
 
 
 def load(file: Path) -> Any:

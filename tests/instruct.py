@@ -34,10 +34,7 @@ def byte_tokenizer(template: str | None = PLAIN) -> Any:
     inner.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     wrap: Any = PreTrainedTokenizerFast
     made = wrap(
-        tokenizer_object=inner,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
     )
     made.chat_template = template
     return made

@@ -4,7 +4,7 @@ A file of another folder is a page under a name of its own. Links are written as
 that lead out of docs/ are led to that page, or become plain text where the site has none.
 """
 
-import dataclasses
+import ast
 import os
 import re
 from pathlib import Path
@@ -80,13 +80,18 @@ def commands() -> str:
 
 
 def _own_options_of_train() -> list[str]:
-    """Make the rows of what `penstock train` takes beside TRL's fields."""
-    from penstock.train.arguments import PenstockArguments
+    """Make the rows of what `penstock train` takes beside TRL's fields.
 
+    They are read from the source: to import TRL takes longer than all else here.
+    """
+    source = ast.parse((ROOT / "src" / "penstock" / "train" / "arguments.py").read_text())
+    (own,) = (each for each in source.body if isinstance(each, ast.ClassDef) and each.name == "PenstockArguments")
     rows = []
-    for each in dataclasses.fields(PenstockArguments):
-        default = "" if each.default in (None, False) else f"`{each.default}`"
-        rows.append(f"| `--{each.name}` | {_told(each.metadata['help'])} | {default} |")
+    for each in own.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and isinstance(each.value, ast.Call):
+            default, text = map(ast.literal_eval, each.value.args)
+            shown = "" if default in (None, False) else f"`{default}`"
+            rows.append(f"| `--{each.target.id}` | {_told(text)} | {shown} |")
     kinds = "`SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig`"
     return [*rows, "", f"And the fields of TRL's {kinds}."]
 

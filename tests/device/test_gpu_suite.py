@@ -17,7 +17,7 @@ from tests.gpu.test_movement import (  # noqa: F401
 )
 from tests.gpu.test_own_stream import (  # noqa: F401
     test_a_save_beside_training_holds_the_state_of_its_step,
-    test_streams_may_change_from_step_to_step,
+    test_the_users_own_stream_trains_the_same,
 )
 from tests.gpu.test_pinned import (  # noqa: F401
     test_a_save_of_device_state_passes_pinned_memory,

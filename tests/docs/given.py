@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import penstock
+from tests.lib.models import llama
 
 Names = dict[str, Any]
 
@@ -75,10 +76,7 @@ def from_deepspeed() -> Generator[Names]:
 @contextlib.contextmanager
 def saved_language_model() -> Generator[Names]:
     """A language model of transformers in training, and a folder to save it into."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+    model = llama()
     optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
     yield {"model": model, "optimizer": optimizer, "out": Path("out")}
     optimizer.close()
@@ -87,12 +85,11 @@ def saved_language_model() -> Generator[Names]:
 @contextlib.contextmanager
 def in_a_trainer() -> Generator[Names]:
     """A model of transformers, rows, and the arguments of a Trainer for two steps."""
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+    from transformers import TrainingArguments
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(32, (8, 4))]
     args = TrainingArguments("out", max_steps=2, report_to="none", use_cpu=True)
-    yield {"model": LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), "args": args, "rows": rows}
+    yield {"model": llama(), "args": args, "rows": rows}
 
 
 @contextlib.contextmanager

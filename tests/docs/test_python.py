@@ -14,12 +14,12 @@ from tests.docs.given import GIVEN, nothing
 
 #: Pages whose code other tests run, with the library that it needs or with more to say of what comes out.
 BY_OTHERS = {
-    "docs/accelerate.md": "integrations/test_accelerate_methods.py",
-    "docs/lightning.md": "integrations/test_lightning_docs.py",
+    "docs/accelerate.md": "integrations/test_pages.py",
+    "docs/lightning.md": "integrations/test_pages.py",
     "docs/machines.md": "unit/planner/test_shipped_machines.py",
     "docs/muon.md": "unit/test_pages_of_rules.py",
-    "docs/trainer.md": "integrations/test_trainer_settings.py",
-    "docs/trl.md": "integrations/test_trl_generation.py",
+    "docs/trainer.md": "integrations/test_pages.py",
+    "docs/trl.md": "integrations/test_pages.py",
 }
 RUN = sorted({block.page for block in every_block("python")} - BY_OTHERS.keys())
 

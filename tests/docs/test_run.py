@@ -1,6 +1,7 @@
-"""The commands of the README and of docs/start.md are run as they are written, in order, in one folder.
+"""The commands of docs/start.md and of the README are run as they are written, in order, in one folder.
 
-What they name is there: a model of 80 thousand parameters, fifty conversations, a script of somebody's.
+What they name is there: a model of 80 thousand parameters, twelve conversations, a script of somebody's. What both
+pages type, with another name for what comes out, is run once.
 """
 
 import json
@@ -13,9 +14,9 @@ import pytest
 
 from tests.docs.blocks import blocks_of
 from tests.docs.commands import COMMANDS, MIXED, Command, commands_of
-from tests.instruct import chat_file, instruct_folder
+from tests.instruct import chat_file, conversations, instruct_folder
 
-PAGES = ["README.md", "docs/start.md"]
+PAGES = ["docs/start.md", "README.md"]
 THEIR_SCRIPT = """
 import torch, transformers
 
@@ -27,19 +28,20 @@ transformers.Trainer(model=model, args=args, train_dataset=rows).train()
 """
 
 
-def commands(page: str) -> list[Command]:
-    """Those of ours; what `make` and `pip` are given, others look at."""
-    found = [command for block in blocks_of(page) if block.kind in COMMANDS + MIXED for command in commands_of(block)]
-    return [command for command in found if command.program in ("penstock", "torchrun")]
+def commands(*, of_ranks: bool) -> list[Command]:
+    """Those of ours, of several processes or of one; what `make` and `pip` are given, others look at."""
+    blocks = [block for page in PAGES for block in blocks_of(page) if block.kind in COMMANDS + MIXED]
+    found = [command for block in blocks for command in commands_of(block)]
+    ours = [command for command in found if command.program in ("penstock", "torchrun")]
+    return [each for each in ours if (each.program == "torchrun" or each.words[1] == "launch") == of_ranks]
 
 
-def several(command: Command) -> bool:
-    """Whether it starts processes."""
-    return command.words[0] == "torchrun" or command.words[1] == "launch"
-
-
-#: One of each program.
-SEVERAL = {each.program: each for page in PAGES for each in commands(page) if several(each)}
+def what_it_does(command: Command) -> tuple[str, ...]:
+    """Its words, without the name of what comes out."""
+    words = list(command.words)
+    if "--out" in words:
+        words[words.index("--out") + 1] = ""
+    return tuple(words)
 
 
 @pytest.fixture
@@ -52,25 +54,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "path" / "to" / "config").mkdir()
     longer = json.dumps(config | {"max_position_embeddings": 2048})
     (tmp_path / "path" / "to" / "config" / "config.json").write_text(longer)
-    chat_file(tmp_path / "chat.jsonl")
+    chat_file(tmp_path / "chat.jsonl", conversations(12))
     (tmp_path / "penstock.yaml").write_text("placement: {params: cpu, optimizer: cpu}\n")
     (tmp_path / "ds_config.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}\n')
     (tmp_path / "their_script.py").write_text(THEIR_SCRIPT)
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_what_the_page_types_works(
-    page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_the_pages_type_works(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from penstock.cli import main
-    from penstock.train.default import library_files
+    from penstock.train.default import DEFAULTS, library_files
 
-    few = library_files()[:40]  # a run without data reads all of them
+    few = library_files()[:8]  # a run without data reads all of them, in large batches
     monkeypatch.setattr("penstock.train.data.library_files", lambda: few)
-    run = [command for command in commands(page) if not several(command)]
-    assert len(run) >= 4
-    for command in run:
+    small = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+    monkeypatch.setattr("penstock.train.arguments.DEFAULTS", DEFAULTS | small)
+    typed = commands(of_ranks=False)
+    assert {command.page for command in typed} == set(PAGES)
+    done: set[tuple[str, ...]] = set()
+    for command in typed:
+        if what_it_does(command) in done:
+            continue
+        done.add(what_it_does(command))
         monkeypatch.setattr("sys.argv", list(command.words))
         with pytest.raises(SystemExit) as end:
             main()
@@ -80,33 +87,37 @@ def test_what_the_page_types_works(
     assert list((folder / "runs").glob("*/model.safetensors"))
 
 
-def typed_on_rank(rank: int, words: list[str], folder: Path) -> object:
-    """What a process of a launcher does: the command, to its end."""
+def typed_on_rank(rank: int, typed: list[list[str]], folder: Path) -> list[object]:
+    """What a process of a launcher does: each command, to its end."""
     from penstock.cli import main
+    from tests.train.runs import process_as_it_was
 
     os.chdir(folder)
-    sys.argv = words
-    try:
-        main()
-    except SystemExit as end:
-        return end.code
+    ends: list[object] = []
+    for words in typed:
+        sys.argv = words
+        with process_as_it_was(), pytest.raises(SystemExit) as end:
+            main()
+        ends.append(end.value.code)
+    return ends
 
 
-@pytest.mark.parametrize("command", list(SEVERAL.values()), ids=str)
-def test_what_several_processes_do_works_too(command: Command, folder: Path) -> None:
-    """In two ranks, which are forked: that torchrun, and launch, start them, others look at."""
+def test_what_several_processes_do_works_too(folder: Path) -> None:
+    """One of each launcher, in two ranks, which are forked: that torchrun, and launch, start them, others look at."""
     from tests.train.runs import run_ranks
 
-    if "launch" in command.words:
-        pytest.importorskip("accelerate")
-    words = list(command.words)
-    at = words.index("--nproc-per-node")
-    assert words.pop(at + 1) == "2"
-    words.pop(at)
-    if command.program == "torchrun":
-        assert words[1:3] == ["-m", "penstock"]
-        words[:3] = ["penstock"]
-    assert run_ranks(typed_on_rank, 2, words, folder) == [0, 0]
+    typed = []
+    for command in {each.program: each for each in commands(of_ranks=True)}.values():
+        words = list(command.words)
+        at = words.index("--nproc-per-node")
+        assert words[at + 1] == "2"
+        del words[at : at + 2]
+        if command.program == "torchrun":
+            assert words[1:3] == ["-m", "penstock"]
+            words[:3] = ["penstock"]
+        typed.append(words)
+    assert [words[1] for words in typed] == ["train", "launch"]
+    assert run_ranks(typed_on_rank, 2, typed, folder) == [[0, 0]] * 2
 
 
 def test_make_train_is_the_command() -> None:

@@ -42,40 +42,25 @@ def prepared(streams, placement, **options):
     return model, prepare_on(streams, model, stock, placement=placement, max_grad_norm=0.5, **options)
 
 
-@pytest.mark.parametrize("placement", list(PLACEMENTS))
-def test_the_users_own_stream_trains_the_same(make_streams, device, uncompiled, placement):
+@pytest.mark.parametrize("always", [True, False], ids=["always", "every other step"])
+@pytest.mark.parametrize("placement", ["cpu", "device"])
+def test_the_users_own_stream_trains_the_same(make_streams, device, uncompiled, placement, always):
     """Nothing is read on the host before the end, so nothing but the right waits makes this right."""
     if device.type == "cpu":
         pytest.skip("a cpu has no streams of its own")
     inputs = batches(STEPS, device)
 
     def train(own: bool):
-        with where(device, own=own):
+        losses = []
+        with where(device, own=own and always):
             model, optimizer = prepared(make_streams(), PLACEMENTS[placement])
-            losses = [take_step(model, optimizer, x) for x in inputs]
+            for number, x in enumerate(inputs):
+                with where(device, own=own and not always and number % 2 == 1):
+                    losses.append(take_step(model, optimizer, x))
             parameters = [optimizer.full_param(p) for p in model.parameters()]
             values = torch.stack(losses).cpu()
             optimizer.close()
         return [values, *parameters]
-
-    assert_same(train(own=True), train(own=False), placement)
-
-
-@pytest.mark.parametrize("placement", list(PLACEMENTS))
-def test_streams_may_change_from_step_to_step(make_streams, device, uncompiled, placement):
-    if device.type == "cpu":
-        pytest.skip("a cpu has no streams of its own")
-    inputs = batches(STEPS, device)
-
-    def train(own: bool):
-        model, optimizer = prepared(make_streams(), PLACEMENTS[placement])
-        losses = []
-        for number, x in enumerate(inputs):
-            with where(device, own=own and number % 2 == 1):
-                losses.append(take_step(model, optimizer, x))
-        parameters = [optimizer.full_param(p) for p in model.parameters()]
-        optimizer.close()
-        return [torch.stack(losses).cpu(), *parameters]
 
     assert_same(train(own=True), train(own=False), placement)
 

@@ -35,11 +35,7 @@ def test_the_compiled_update_gives_the_hosts_bits(
     update = DeviceUpdate(compile_pass(one_pass))
     wrong: dict[str, list[str]] = {}
     every = 5 if os.environ.get("TRITON_INTERPRET") else 1  # which takes minutes for so many
-    inputs = {
-        "random": random_inputs(100_000 // every**2),
-        "ragged": random_inputs(5001),
-        "hard": hard_inputs(every),
-    }
+    inputs = {"random": random_inputs(100_000 // every**2), "ragged": random_inputs(5001), "hard": hard_inputs(every)}
     for step, (kind, values) in enumerate(inputs.items(), 3):
         rule, step_scalars = rule_and_hyper(name, format_, step)
         host = make(rule, *values, storage, torch.bfloat16)

@@ -14,7 +14,7 @@ from tests.lib.releases import leave_out
 HERE = Path(__file__).parent
 OWN = "tests.integrations.preloaded"
 #: Files that say of Penstock alone what it does: they are run in the pinned releases, and not in those before.
-ONCE = ("test_lightning_docs.py", "test_pages.py", "test_planned.py", "test_record.py", "test_trainer_ranks.py")
+ONCE = ("test_pages.py", "test_record.py", "test_trainer_ranks.py")
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:

@@ -1,6 +1,7 @@
 """Loops of accelerate with one line changed, beside accelerate itself, on one rank and on two."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,7 @@ from safetensors.torch import load_file
 
 from penstock.errors import ConfigError, EngineError
 from penstock.integrations.accelerate import PenstockAccelerator
-from tests.integrations.accelerate_loops import (
-    PLACEMENTS,
-    Record,
-    bert,
-    fresh,
-    nlp_example,
-    small_example,
-)
+from tests.integrations.accelerate_loops import PLACEMENTS, Record, bert, fresh, nlp_example, small_example
 from tests.lib.ranks import run_ranks
 
 EXACT = 1e-6  # fp32: relative, and absolute
@@ -57,24 +51,12 @@ def test_resumed_run_goes_on_as_accelerates_does(tmp_path: Path) -> None:
     assert ours.metrics[-1] == theirs.metrics[-1]
 
 
-def on_two_ranks(rank: int) -> None:
-    plain = nlp_example(None)
-    for placement, stage in (("cpu", 1), ("nvme", 3)):
-        ours = nlp_example({"placement": PLACEMENTS[placement], "stage": stage})
-        ours.assert_like(plain, EXACT)
-        assert ours.metrics == plain.metrics, (placement, stage)
-
-
-def test_two_ranks() -> None:
-    run_ranks(on_two_ranks, 2, fresh=True)
-
-
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_states_go_over_to_another_world_size(before: int, after: int, tmp_path: Path) -> None:
     folder = tmp_path / "step_3"
-    run_ranks(save_states, before, folder, fresh=True)
+    on_ranks(save_states, before, folder)
     plain = small_example(None, world_size=1)
-    ours = run_ranks(resume_states, after, folder, fresh=True)
+    ours = on_ranks(resume_states, after, folder)
     for rank in ours:  # in the middle of an accumulation, and a rank that was not there counts as the others do
         assert rank.steps == 3
     torch.testing.assert_close(
@@ -85,6 +67,10 @@ def test_states_go_over_to_another_world_size(before: int, after: int, tmp_path:
     )
 
 
+def on_ranks(work: Callable[[int, Path], Any], count: int, folder: Path) -> list[Any]:
+    return [work(0, folder)] if count == 1 else run_ranks(work, count, folder, fresh=True)
+
+
 def save_states(rank: int, folder: Path) -> None:
     small_example({"placement": PLACEMENTS["split"]}, save=folder)
 
@@ -93,7 +79,7 @@ def resume_states(rank: int, folder: Path) -> Record:
     return small_example({"placement": PLACEMENTS["cpu"], "stage": 2}, resume=folder)
 
 
-def save_weights_on_two_ranks(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+def save_weights(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     fresh()
     accelerator = PenstockAccelerator(penstock={"placement": PLACEMENTS["cpu"]})
     torch.manual_seed(1)
@@ -126,10 +112,10 @@ def save_weights_on_two_ranks(rank: int, folder: Path) -> tuple[list[str], list[
     return names, list(model.state_dict())
 
 
-def with_hooks_of_diffusers(rank: int, placement: str, folder: Path) -> None:
+def with_hooks_of_diffusers(folder: Path) -> None:
     """As train_text_to_image.py: weights are saved on the main process alone, and loaded on each."""
     fresh()
-    accelerator = PenstockAccelerator(penstock={"placement": PLACEMENTS[placement]})
+    accelerator = PenstockAccelerator(penstock={"placement": PLACEMENTS["nvme"]})
     torch.manual_seed(1)
     model: Any = bert()
     loaded = []
@@ -166,24 +152,6 @@ def with_hooks_of_diffusers(rank: int, placement: str, folder: Path) -> None:
     accelerator.free_memory()
 
 
-@pytest.mark.parametrize(("placement", "ranks"), [("device", 1), ("nvme", 2)])
-def test_hooks_of_diffusers_save_and_load_whole_models(placement: str, ranks: int, tmp_path: Path) -> None:
-    run_ranks(with_hooks_of_diffusers, ranks, placement, tmp_path, fresh=True)
-
-
-def test_two_ranks_save_weights_once(tmp_path: Path) -> None:
-    (first, names), (second, _) = run_ranks(save_weights_on_two_ranks, 2, tmp_path, fresh=True)
-    assert first == names
-    assert second == []  # the other rank keeps nothing
-    torch.manual_seed(1)
-    expected = bert().state_dict()
-    for folder in (tmp_path / "pretrained", tmp_path / "model", tmp_path / "gathered"):
-        shards = sorted(folder.glob("model-*.safetensors"))
-        assert len(shards) > 2
-        found = {name: value for shard in shards for name, value in load_file(shard).items()}
-        torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
-
-
 def stays_here(stage: int) -> bool:
     """Whether the first of two micro-batches stays on its rank."""
     fresh()
@@ -201,7 +169,8 @@ def stays_here(stage: int) -> bool:
     return False
 
 
-def accumulated_and_not_told(rank: int) -> None:
+def accumulation() -> None:
+    """The stage allows it or not; and ranks that accelerate does not see are refused."""
     assert (stays_here(1), stays_here(2)) == (True, False)
     fresh()
     PartialState()  # somebody asks for it first: on cpus accelerate counts one rank then, whatever the launcher says
@@ -210,5 +179,28 @@ def accumulated_and_not_told(rank: int) -> None:
     fresh()
 
 
-def test_accumulation_saves_communication_where_the_stage_allows_it_and_ranks_that_are_not_seen_are_refused() -> None:
-    run_ranks(accumulated_and_not_told, 2, fresh=True)
+def on_two_ranks(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+    """All of it in the same processes: most of a rank's time is its start."""
+    plain = nlp_example(None)
+    for placement, stage in (("cpu", 1), ("nvme", 3)):
+        ours = nlp_example({"placement": PLACEMENTS[placement], "stage": stage})
+        ours.assert_like(plain, EXACT)
+        assert ours.metrics == plain.metrics, (placement, stage)
+    saved = save_weights(rank, folder)
+    with_hooks_of_diffusers(folder / "hooks")
+    accumulation()
+    return saved
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """The loop, weights that are saved once, hooks of diffusers, and when gradients are reduced."""
+    (first, names), (second, _) = run_ranks(on_two_ranks, 2, tmp_path, fresh=True)
+    assert first == names
+    assert second == []  # the other rank keeps nothing
+    torch.manual_seed(1)
+    expected = bert().state_dict()
+    for folder in (tmp_path / "pretrained", tmp_path / "model", tmp_path / "gathered"):
+        shards = sorted(folder.glob("model-*.safetensors"))
+        assert len(shards) > 2
+        found = {name: value for shard in shards for name, value in load_file(shard).items()}
+        torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -163,29 +162,6 @@ def test_torch_compile_is_exact(regional: bool) -> None:
     assert mine[0] == pytest.approx(theirs[0], rel=1e-6)
     torch.testing.assert_close(mine[1], theirs[1], rtol=1e-6, atol=1e-6)
     assert mine[2] == theirs[2]
-
-
-# Training
-
-
-def test_skipped_step_is_told_to_scheduler_and_accelerator() -> None:
-    accelerator, model = ours(), layers()
-    given = adam(model)
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1 / (1 + step))
-    model, optimizer, schedule = accelerator.prepare(model, given, schedule)
-    accelerator.backward(model(torch.full((2, 4), float("nan"))).sum())
-    with pytest.warns(UserWarning, match="not finite"):
-        assert optimizer.step().skipped
-    schedule.step()
-    assert accelerator.optimizer_step_was_skipped
-    assert schedule.get_last_lr() == [1e-2]
-    optimizer.zero_grad()
-    accelerator.backward(model(torch.ones(2, 4)).sum())
-    optimizer.step()
-    schedule.step()
-    assert not accelerator.optimizer_step_was_skipped
-    assert schedule.get_last_lr() == [5e-3]
-    accelerator.free_memory()
 
 
 # Saving
@@ -418,8 +394,7 @@ REFUSED = {
         for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
     },
     "an optimizer of two models": Refusal(
-        prepare(lambda model: model[:2], lambda model: model[2], adam),
-        "trains parameters of 2 models",
+        prepare(lambda model: model[:2], lambda model: model[2], adam), "trains parameters of 2 models"
     ),
     "two optimizers of a model": Refusal(
         prepare(itself, lambda model: adam(model[0]), lambda model: adam(model[1])),
@@ -477,11 +452,3 @@ def test_precision_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh()
     with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION=fp16"):
         ours(penstock={"precision": "bf16"})
-
-
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
-    assert (tmp_path / "state" / "penstock").is_dir()
-    assert (tmp_path / "weights" / "model.safetensors").is_file()

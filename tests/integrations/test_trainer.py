@@ -102,12 +102,7 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_training_arguments_do_what_they_do(name: str, tmp_path: Path) -> None:
     changes = SETTINGS[name]
-    plain = plain_trainer(tmp_path, **changes | {"max_grad_norm": changes.get("max_grad_norm", 0.5) or 0.0})
-    plain.train()
-    ours = our_trainer(tmp_path, prepare=PLACEMENTS["cpu"], **changes)
-    ours.train()
-    assert_histories(ours, plain, least=4)
-    assert_weights(weights(ours), weights(plain), relative=2e-6)
+    ours, plain = train_both(tmp_path, prepare=PLACEMENTS["cpu"], relative=2e-6, least=4, **changes)
     if name == "evaluation":
         losses = [torch.tensor(history(trainer, "eval_loss")) for trainer in (ours, plain)]
         torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
@@ -159,16 +154,6 @@ def test_metrics_predictions_and_callbacks(tmp_path: Path) -> None:
     torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
     assert abs(got_loss - loss) < 1e-5
     assert history(ours, "eval_same") == history(plain, "eval_same")
-
-
-def test_train_after_close_begins_anew(tmp_path: Path) -> None:
-    ours = our_trainer(tmp_path, max_steps=2)
-    ours.train()
-    first = ours.penstock
-    ours.penstock.close()
-    assert all(p.isfinite().all() for p in ours.model.parameters())
-    ours.train()
-    assert ours.penstock is not first
 
 
 def test_another_trainer_takes_the_model_over(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What a trainer saves and goes on from: weights for `from_pretrained`, checkpoints, the best one, adapters."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +43,11 @@ def state_of(folder: Path) -> dict[str, Tensor]:
 # Weights
 
 
-@pytest.mark.parametrize("model", [llama, adapted])
-def test_saved_weights_are_those_of_plain_trainer(model: Callable[[], Any], tmp_path: Path) -> None:
-    saved = []
-    for make in (plain_trainer, our_trainer):
-        trainer = make(tmp_path / make.__name__, model())
-        trainer.train()
+def test_saved_weights_are_those_of_plain_trainer(tmp_path: Path) -> None:
+    """Those of adapters: below."""
+    for trainer in train_both(tmp_path):
         trainer.save_model()
-        saved.append(tmp_path / make.__name__)
-    plain, ours = saved
+    plain, ours = tmp_path / "plain", tmp_path / "ours"
     assert files(ours) == files(plain)
     assert_weights(state_of(ours), state_of(plain))
 
@@ -118,17 +113,6 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> No
     assert_weights(weights(resumed), weights(whole), relative=0)
 
 
-def test_the_last_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:
-    first = our_trainer(tmp_path, max_steps=4, save_total_limit=1, lr_scheduler_type="constant", **SAVED)
-    first.train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
-    second = our_trainer(tmp_path, seed=5, lr_scheduler_type="constant", **SAVED)
-    second.train(resume_from_checkpoint=True)
-    whole = our_trainer(tmp_path / "whole", lr_scheduler_type="constant")
-    whole.train()
-    assert history(second)[4:] == history(whole)[4:]
-
-
 def test_a_checkpoint_of_plain_trainer_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = plain_trainer(tmp_path, **SAVED)
     plain.train()
@@ -155,15 +139,14 @@ def test_a_checkpoint_of_weights_alone_says_so(tmp_path: Path, caplog: pytest.Lo
 # The best
 
 
-@pytest.mark.parametrize(("model", "save_only_model"), [(llama, False), (llama, True), (adapted, False)])
-def test_the_best_model_is_loaded_at_the_end(model: Callable[[], Any], save_only_model: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_the_best_model_is_loaded_at_the_end(save_only_model: bool, tmp_path: Path) -> None:
+    """That of adapters: test_trainer_ranks.py."""
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 0.1} | SAVED
-    runs = []
-    for make in (plain_trainer, our_trainer):
-        trainer = make(tmp_path / make.__name__, model(), save_only_model=save_only_model, **best)
+    plain = plain_trainer(tmp_path / "plain", save_only_model=save_only_model, **best)
+    ours = our_trainer(tmp_path / "ours", save_only_model=save_only_model, **best)
+    for trainer in (plain, ours):
         trainer.train()
-        runs.append(trainer)
-    plain, ours = runs
     assert Path(ours.state.best_model_checkpoint).name == Path(plain.state.best_model_checkpoint).name
     assert Path(ours.state.best_model_checkpoint).name != "checkpoint-6"  # not what is in memory anyway
     assert_weights(weights(ours), weights(plain), relative=1e-5)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,15 +207,3 @@ def test_one_process_takes_one_of_several_devices(tmp_path: Path, caplog: pytest
     ours.train()
     assert not isinstance(ours.model_wrapped, torch.nn.DataParallel)
     assert len(history(ours)) == 6
-
-
-def test_the_page_does_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
-    seen: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        here = block.replace('Arguments("out", ', 'Arguments("out", use_cpu=True, ')  # where there is no device
-        exec(compile(here, "docs/trainer.md", "exec"), seen)
-    assert (tmp_path / "trained" / "model.safetensors").is_file()
-    (tmp_path / "penstock.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])  # type: ignore[index]
-    assert trainer_class(Trainer, config="penstock.yaml").penstock_arguments["stage"] == 3  # type: ignore[attr-defined]

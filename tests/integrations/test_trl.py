@@ -17,19 +17,15 @@ SPLIT = {"placement": {"params": {"cpu": 0.5, "device": 0.5}, "grads": "cpu", "o
 NVME = {"placement": {"params": "nvme", "grads": "cpu", "optimizer": "nvme"}}
 LORA = {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)}
 
-#: By name: the trainer, where state is, and settings; rows that sample are near to theirs within 1e-5.
+#: By name: the trainer, where state is, and settings; rows that sample are near to theirs within 1e-5. Rows of SFT of
+#: every kind: tests/train/test_as_trl.py. More on two ranks: test_trl_ranks.py.
 FOLLOWS = {"sync_ref_model": True, "ref_model_sync_steps": 1}
 SAMPLING = ("grpo", "rloo", "distillation")
 
 
 ROWS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sft by dft": ("sft", CPU, {"loss_type": "dft", "gradient_checkpointing": False}),
-    "sft, packed": ("sft", SPLIT, {"model": cases.tied, "packing": True, "packing_strategy": "wrapped"}),
-    "sft of the assistant alone": ("sft", SPLIT, {"data": cases.talks, "assistant_only_loss": True}),
-    "sft of completions, an adapter": ("sft", NVME, LORA | {"data": cases.completions}),
     "dpo with the reference's words known before": ("dpo", NVME, {"precompute_ref_log_probs": True}),
-    "dpo with a reference that follows": ("dpo", SPLIT, {**FOLLOWS, "ref_model_mixup_alpha": 0.4}),
-    "dpo of an adapter": ("dpo", CPU, LORA),
     "kto": ("kto", CPU, {}),
     "reward of an adapter": ("reward", SPLIT, LORA),
     "grpo of an adapter, evaluated between its steps": (

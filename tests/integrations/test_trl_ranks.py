@@ -14,7 +14,6 @@ from tests.integrations.test_trl import CPU, FOLLOWS, LORA, NVME, SPLIT, placed
 from tests.lib.ranks import run_ranks
 
 ROWS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
-    "sft at stage 1": ("sft", SPLIT | {"stage": 1}, {}, 1e-6),
     "dpo of an adapter": ("dpo", NVME, LORA, 1e-6),
     "dpo with a reference that follows": ("dpo", SPLIT, {**FOLLOWS, "ref_model_mixup_alpha": 0.4}, 1e-6),
     "reward": ("reward", NVME, {}, 1e-6),

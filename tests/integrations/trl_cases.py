@@ -14,12 +14,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from penstock.integrations.transformers import trainer_class
 
@@ -68,12 +63,6 @@ def causal(seed: int = 7) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
-def tied() -> torch.nn.Module:
-    """A model whose head is its embedding."""
-    torch.manual_seed(7)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
-
-
 def scoring() -> torch.nn.Module:
     torch.manual_seed(8)
     return LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1))
@@ -120,17 +109,6 @@ def labelled() -> Dataset:
             "completion": answers(16, seed=2),
             "label": [number % 2 == 0 for number in range(16)],
         }
-    )
-
-
-def completions() -> Dataset:
-    return Dataset.from_dict({"prompt": texts(24, seed=1), "completion": answers(24, seed=2)})
-
-
-def talks() -> Dataset:
-    pairs = zip(texts(24, seed=1), texts(24, seed=2), strict=True)
-    return Dataset.from_dict(
-        {"messages": [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]}
     )
 
 
@@ -226,11 +204,7 @@ def trainer_of(name: str, prepare: Mapping[str, Any] | None, folder: Path, **opt
 
 
 def run(
-    name: str,
-    prepare: Mapping[str, Any] | None,
-    folder: Path,
-    train: Mapping[str, Any] | None = None,
-    **options: Any,
+    name: str, prepare: Mapping[str, Any] | None, folder: Path, train: Mapping[str, Any] | None = None, **options: Any
 ) -> Outcome:
     trainer = trainer_of(name, prepare, folder, **options)
     trainer.train(**(train or {}))

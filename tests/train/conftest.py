@@ -17,7 +17,7 @@ from tests.lib.releases import leave_out
 HERE = Path(__file__).parent
 OWN = "tests.train.preloaded"
 #: Files that say of Penstock alone what it does: they are run in the pinned releases, and not in those before.
-ONCE = ("out_shared", "outcome", "page", "refusals", "resume", "signals", "torchrun")
+ONCE = ("outcome", "page", "refusals", "resume", "signals", "torchrun")
 COUNT = 15  # rows of an epoch, which ends in the middle of a step
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
 

@@ -15,7 +15,6 @@ from tests.train.runs import (
     MIXED,
     NVME,
     STEPS,
-    Outcome,
     assert_same,
     assert_same_weights,
     checkpoints,
@@ -28,6 +27,7 @@ from tests.train.runs import (
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_target_modules": "all-linear"}
 ASSISTANT = {"assistant_only_loss": True}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 BEST = {
     "eval_strategy": "steps",
     "eval_steps": 2,
@@ -51,16 +51,31 @@ ONE_BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
 
 # name: rows, settings of TRL, placement
 ROWS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
-    "texts, split between tiers, decayed": ("texts", {"weight_decay": 0.3}, MIXED),
-    "completions on the cpu": ("completions", {}, CPU),
+    "texts, split between tiers, decayed, two epochs in another order": (
+        "texts",
+        {"weight_decay": 0.3, "max_steps": -1, "num_train_epochs": 2, "seed": 11},
+        MIXED,
+    ),
     "chats on nvme, cut": ("chats", ASSISTANT | {"max_length": 60}, NVME),
-    "completions of chats": ("chat completions", {}, DEVICE),
-    "packed": ("texts", {"packing": True, "max_length": 64}, CPU),
+    "completions of chats, another optimizer": (
+        "chat completions",
+        {"optim": "sgd", "learning_rate": 1.0, "optim_args": "momentum=0.9"},
+        DEVICE,
+    ),
     "wrapped": ("texts", {"packing": True, "packing_strategy": "wrapped", "max_length": 48}, CPU),
-    # What dropout draws depends on the shape of a batch, which packed rows have as rows here, and flattened in TRL.
-    "adapters on nvme, packed": (
+    # Packed rows are rows here, and flattened in TRL.
+    "split into packed rows, evaluated unpacked": (
+        "texts",
+        EVALUATED
+        | {"packing": True, "packing_strategy": "bfd_split", "max_length": 8, "eval_packing": False}
+        | {"attn_implementation": "eager"},
+        CPU,
+    ),
+    "without padding": ("completions", {"padding_free": True, "max_length": None}, CPU),
+    # What dropout draws depends on the shape of a batch.
+    "adapters on nvme, packed, evaluated": (
         "chats",
-        ASSISTANT | LORA | {"packing": True, "weight_decay": 0.3, "lora_dropout": 0.0},
+        EVALUATED | ASSISTANT | LORA | {"packing": True, "weight_decay": 0.3, "lora_dropout": 0.0},
         NVME,
     ),
     "no norm, one batch, no recomputation": (
@@ -68,8 +83,6 @@ ROWS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
         {"completion_only_loss": False, "max_grad_norm": 0.0, "gradient_checkpointing": False} | ONE_BATCH,
         MIXED,
     ),
-    "two epochs in another order": ("texts", {"max_steps": -1, "num_train_epochs": 2, "seed": 11}, CPU),
-    "another optimizer": ("texts", {"optim": "sgd", "learning_rate": 1.0, "optim_args": "momentum=0.9"}, CPU),
 }
 
 
@@ -98,20 +111,16 @@ def test_a_template_without_markers_is_learned_as_trl_learns_the_one_with_them(m
 
 
 def test_several_sources_are_those_of_a_mixture(made: Path, tmp_path: Path) -> None:
-    """TRL's `datasets:`, and `--data` twice, are the rows of one after those of the other."""
-    files = [str(made / rows / "train.jsonl") for rows in ("texts", "chats")]
+    """What `datasets:` names: the rows of one after those of the other."""
     (tmp_path / "more.jsonl").write_text('{"text": "one more sheep"}\n' * 5)
-    files[1] = str(tmp_path / "more.jsonl")
-    settings = {key: value for key, value in settings_of(made, "texts").items() if key != "dataset_name"}
-    mixture = {"datasets": [{"path": "json", "data_files": file} for file in files]}
-    expected = theirs(settings | mixture, tmp_path / "theirs")
-    assert_same(ours(settings | mixture, tmp_path / "mixture", penstock=CPU), expected)
-    assert_same(ours(settings, tmp_path / "typed", "--data", *files, penstock=CPU), expected)
+    files = [str(made / "texts" / "train.jsonl"), str(tmp_path / "more.jsonl")]
+    settings = settings_of(made, "texts", datasets=[{"path": "json", "data_files": file} for file in files])
+    del settings["dataset_name"]
+    assert_same(ours(settings, tmp_path / "ours", penstock=CPU), theirs(settings, tmp_path / "theirs"))
 
 
 # name: model, rows, settings, what both have of ours, and where state is in the second run
 PLACED: dict[str, tuple[str, str, Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = {
-    "tied, bf16": ("tied", "texts", {"bf16": True}, {}, MIXED | {"stage": 2}),
     "a vocabulary that grows, packed": (
         "grows",
         "chats",
@@ -120,12 +129,12 @@ PLACED: dict[str, tuple[str, str, Mapping[str, Any], Mapping[str, Any], Mapping[
         NVME | {"activations": "nvme"},
     ),
     "GPT-2 by muon": ("gpt2", "completions", {}, {"rule": "muon"}, CPU | {"activations": "cpu", "stage": 1}),
-    "lion in 8 bits": (
+    "lion in 8 bits, bf16": (
         "tied",
         "texts",
-        {"learning_rate": 1e-3, "max_grad_norm": 0.0},
+        {"learning_rate": 1e-3, "max_grad_norm": 0.0, "bf16": True},
         {"rule": "lion", "options": {"state_dtype": "int8"}},
-        {"params": "cpu", "stage": 0},
+        MIXED | {"stage": 2},
     ),
     "adapters with dropout over 8 bits": (
         "tied",
@@ -151,33 +160,42 @@ def test_placement_changes_no_bit(row: str, made: Path, tmp_path: Path) -> None:
 # Two ranks, beside TRL's own, which are averaged by DistributedDataParallel
 
 
-def both(rank: int, settings: dict[str, Any], placement: dict[str, Any], folder: Path) -> tuple[Outcome, Outcome]:
-    """Run ours and TRL's in the same processes: most of a rank's time is its start."""
+def all_of(rank: int, runs: dict[str, tuple[dict[str, Any], dict[str, Any]]], folder: Path) -> list[Any]:
+    """Run each with ours and with TRL's in the same processes: most of a rank's time is its start."""
     os.environ.update(CI="1", HF_HUB_OFFLINE="1")
-    os.chdir(folder)
-    found = ours(settings, folder / "ours", penstock=placement)
-    return found, theirs(settings, folder / "theirs")
+    found = []
+    for name, (settings, placement) in runs.items():
+        (folder / name).mkdir(exist_ok=True)
+        os.chdir(folder / name)
+        mine = ours(settings, folder / name / "ours", penstock=placement)
+        found.append((mine, theirs(settings, folder / name / "theirs")))
+    return found
 
 
 RANKS: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
-    "packed adapters on nvme": ("chats", ASSISTANT | LORA | {"packing": True, "lora_dropout": 0.0}, NVME),
+    "packed adapters on nvme, a copy of the state on each": (
+        "chats",
+        ASSISTANT | LORA | {"packing": True, "lora_dropout": 0.0},
+        NVME | {"dp_replicate": 2},
+    ),
     "completions at stage 1, evaluated": (
         "completions",
-        {"eval_strategy": "steps", "eval_steps": 3},
+        EVALUATED,
         MIXED | {"stage": 1},
     ),
-    "a copy of the state on each": ("texts", {}, CPU | {"dp_replicate": 2}),
 }
 
 
-@pytest.mark.parametrize("row", RANKS)
-def test_two_ranks_train_as_two_of_trl(row: str, made: Path, tmp_path: Path) -> None:
-    rows, changes, placement = RANKS[row]
-    settings = settings_of(made, rows, per_device_train_batch_size=1, **changes)
-    (found, expected), _ = run_ranks(both, 2, settings, dict(placement), tmp_path)
-    assert found.status == 0
-    assert_same(found, expected)
-    assert_same_weights(saved(tmp_path / "ours"), saved(tmp_path / "theirs"), 1e-6)
+def test_two_ranks_train_as_two_of_trl(made: Path, tmp_path: Path) -> None:
+    runs = {
+        name: (settings_of(made, rows, per_device_train_batch_size=1, **changes), dict(placement))
+        for name, (rows, changes, placement) in RANKS.items()
+    }
+    (pairs, _) = run_ranks(all_of, 2, runs, tmp_path)
+    for name, (found, expected) in zip(runs, pairs, strict=True):
+        assert found.status == 0, name
+        assert_same(found, expected)
+        assert_same_weights(saved(tmp_path / name / "ours"), saved(tmp_path / name / "theirs"), 1e-6)
 
 
 def test_bf16_learns_what_trl_learns(made: Path, tmp_path: Path) -> None:

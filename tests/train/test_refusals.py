@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.checkpoint import save
 from penstock.errors import PenstockError
 from tests.instruct import PLAIN, instruct_folder
 from tests.train.runs import COMMON, ours, process_as_it_was, refused, run_child, run_ranks, written
@@ -38,15 +39,12 @@ def said_of(argv: list[str], out: Path) -> str:
 ROWS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "device": (["--max_device_bytes", "64KiB", "--optimizer", "device"], ("65,536",)),
     "host": (["--max_host_bytes", "128KiB", "--params", "cpu", "--grads", "cpu"], ("131,072",)),
-    "fractions": (["--params", "device=0.5,cpu=0.4"], ("params", "0.9")),
     "no folder": (["--params", "nvme"], ("nvme_path",)),
     "no folder for activations": (["--activations", "nvme"], ("nvme_path",)),
     "a folder that is not there": (["--params", "nvme", "--nvme_path", "nowhere"], ("nowhere",)),
     "stage": (["--stage", "4"], ("stage", "4")),
     "no copy": (["--dp_replicate", "0"], ("--dp_replicate 0",)),
     "copies that do not divide the ranks": (["--dp_replicate", "2"], ("does not divide the 1 ranks",)),
-    "an option of 0.2": (["--lr", "1"], ("0.2", "learning_rate")),
-    "weights": (["--data", "a.jsonl:0.7", "b.jsonl"], ("b.jsonl", "weight")),
     "no data": (["--data", "nowhere.jsonl"], ("nowhere.jsonl",)),
     "no model": (["--model", "./nowhere"], ("nowhere",)),
     "no file": (["--config", "nowhere.yaml"], ("nowhere.yaml",)),
@@ -134,22 +132,34 @@ def test_what_is_refused_leaves_an_earlier_run_as_it_was(made: Path, tmp_path: P
     assert after == before
 
 
-def refused_on_rank(rank: int, argv: list[str], folder: Path) -> str:
+def refused_on_rank(rank: int, lines: list[list[str]], folder: Path) -> list[str]:
+    """What is said of each line; of the last in a folder of this rank's own."""
     os.environ.update(CI="1", HF_HUB_OFFLINE="1")
     os.chdir(folder)
-    return refused(argv)
+    said = [refused(argv) for argv in lines[:-1]]
+    save._PATIENCE_S = 0.2
+    os.chdir(folder / f"host{rank}")  # what is relative to it is another folder on each rank
+    return [*said, refused(lines[-1])]
 
 
 def test_every_rank_refuses_what_one_of_them_cannot(made: Path, tmp_path: Path) -> None:
+    """Rows that it cannot read, memory that it has not, an `--out` that is not the other's."""
     settings = settings_of(made, "texts", output_dir=str(tmp_path / "out"))
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": 3}\n{"none": "a"}\n')
     settings["dataset_name"] = str(tmp_path / "rows.jsonl")
-    file = written(settings, tmp_path, "run")
-    for said in run_ranks(refused_on_rank, 2, ["--config", str(file)], tmp_path):
-        assert "rows.jsonl" in said
-    words = ["--max_device_bytes", "16KiB", "--optimizer", "device"]
-    for said in run_ranks(refused_on_rank, 2, ["--config", str(file), *words], tmp_path):
-        assert "16,384" in said
+    file = ["--config", str(written(settings, tmp_path, "run"))]
+    hosts = [tmp_path / f"host{rank}" for rank in range(2)]
+    for host in hosts:
+        host.mkdir()
+    lines = [file, [*file, "--max_device_bytes", "16KiB", "--optimizer", "device"], [*file, "--out", "run"]]
+    for host, (of_rows, of_memory, of_folder) in zip(
+        hosts, run_ranks(refused_on_rank, 2, lines, tmp_path), strict=True
+    ):
+        assert "rows.jsonl" in of_rows
+        assert "16,384" in of_memory
+        assert "is not one folder for all ranks" in of_folder, "before rows are read"
+        assert "is not seen by rank 1 (" in of_folder
+        assert not (host / "run").exists()
 
 
 def test_the_command_ends_with_one_line_and_status_2(

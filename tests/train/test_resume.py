@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from transformers import TrainerState
 
-import penstock
 from penstock.integrations.transformers.resuming import is_whole
 from tests.train.runs import (
     CPU,
     MIXED,
-    NVME,
     STEPS,
     Outcome,
     assert_same_weights,
@@ -32,11 +30,11 @@ from tests.train.test_as_trl import ASSISTANT, LORA, settings_of
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-def killing(when: str, step: int, number: int = signal.SIGKILL, rank: int | None = None) -> Any:
+def killing(when: str, step: int, number: int, rank: int = 0) -> Any:
     """Make a hook that sends this process a signal at an event of a step."""
 
     def hook(event: str, state: Any) -> None:
-        if event == when and state.global_step == step and os.environ.get("RANK", "0") == str(rank or 0):
+        if event == when and state.global_step == step and os.environ.get("RANK", "0") == str(rank):
             # A checkpoint is written beside the steps that follow, and is one to go on from when it is whole.
             while number == signal.SIGKILL and not all(map(is_whole, Path.cwd().glob("*/checkpoint-*"))):
                 time.sleep(0.01)
@@ -45,18 +43,8 @@ def killing(when: str, step: int, number: int = signal.SIGKILL, rank: int | None
     return hook
 
 
-def at_a_write(what: str, step: int) -> None:
-    """Have the process die while the checkpoint of a step is written: with its state, or with the trainer's own."""
-    if what == "state":
-        save = penstock.Optimizer.save
-
-        def saving(self: penstock.Optimizer, path: Any, **options: Any) -> None:
-            save(self, path, **options)
-            if f"checkpoint-{step}" in str(path):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        penstock.Optimizer.save = saving  # type: ignore[method-assign]
-        return
+def die_while_writing(rank: int, settings: dict[str, Any], out: Path, placement: dict[str, Any], step: int) -> Outcome:
+    """The command in a process that dies while the trainer's own state is written, after Penstock's."""
     write = TrainerState.save_to_json
 
     def writing(self: TrainerState, path: str) -> None:
@@ -66,25 +54,16 @@ def at_a_write(what: str, step: int) -> None:
         write(self, path)
 
     TrainerState.save_to_json = writing
+    return run_on_rank(rank, settings, out, placement)
 
 
 def run_on_rank(
-    rank: int,
-    settings: dict[str, Any],
-    out: Path,
-    placement: dict[str, Any],
-    ends: Mapping[str, Any] | None = None,
-    words: tuple[str, ...] = (),
+    rank: int, settings: dict[str, Any], out: Path, placement: dict[str, Any], ends: Mapping[str, Any] | None = None
 ) -> Outcome:
-    """The command in this rank, which may be killed or asked to end."""
+    """The command in this rank, which may be asked to end."""
     os.environ.update(CI="1", HF_HUB_OFFLINE="1")
     os.chdir(out.parent)
-    hook = None
-    if ends and "write" in ends:
-        at_a_write(ends["write"], ends["step"])
-    elif ends:
-        hook = killing(ends["when"], ends["step"], ends.get("number", signal.SIGKILL), ends.get("rank"))
-    return ours(settings, out, *words, penstock=placement, hook=hook)
+    return ours(settings, out, penstock=placement, hook=killing(**ends) if ends else None)
 
 
 def last_steps(found: Outcome, expected: Outcome) -> None:
@@ -95,44 +74,23 @@ def last_steps(found: Outcome, expected: Outcome) -> None:
     assert_same_weights(saved(found.out), expected.weights, 0)
 
 
-@pytest.mark.parametrize(
-    ("ends", "rows", "changes", "placement"),
-    [
-        ({"when": "step ends", "step": 3}, "chats", ASSISTANT | {"packing": True}, CPU),
-        ({"write": "trainer", "step": 4}, "chats", ASSISTANT | LORA, MIXED),
-    ],
-    ids=["between checkpoints", "while the trainer's state is written"],
-)
-def test_a_killed_run_goes_on_to_the_same_weights(
-    ends: dict[str, Any], rows: str, changes: dict[str, Any], placement: dict[str, Any], made: Path, tmp_path: Path
-) -> None:
-    settings = settings_of(made, rows, **changes, **SAVING)
-    whole = ours(settings, tmp_path / "whole", penstock=placement)
+def test_a_killed_run_goes_on_to_the_same_weights(made: Path, tmp_path: Path) -> None:
+    """Killed while it writes; between two checkpoints, and on several ranks: tests/train/test_torchrun.py."""
+    settings = settings_of(made, "chats", **ASSISTANT, **LORA, **SAVING)
+    whole = ours(settings, tmp_path / "whole", penstock=MIXED)
     out = tmp_path / "parts"
     with pytest.raises(AssertionError, match="died with exit code -9"):
-        run_ranks(run_on_rank, 1, settings, out, placement, ends)
+        run_ranks(die_while_writing, 1, settings, out, MIXED, 4)
     assert not saved(out)
-    found = ours(settings, out, penstock=placement)
+    found = ours(settings, out, penstock=MIXED)
     assert found.status == 0
     last_steps(found, whole)
-
-
-def test_a_killed_run_of_two_ranks_goes_on_to_the_same_weights(made: Path, tmp_path: Path) -> None:
-    settings = settings_of(made, "chats", per_device_train_batch_size=1, **ASSISTANT, **SAVING)
-    (whole, _) = run_ranks(run_on_rank, 2, settings, tmp_path / "whole", NVME)
-    out = tmp_path / "parts"
-    with pytest.raises(AssertionError, match=r"died with exit code|rank 0"):
-        run_ranks(run_on_rank, 2, settings, out, NVME, {"write": "state", "step": 4})
-    (found, _) = run_ranks(run_on_rank, 2, settings, out, NVME)
-    last_steps(found, Outcome(whole.logs, saved(tmp_path / "whole"), tmp_path / "whole"))
 
 
 def test_a_run_goes_on_among_other_ranks(made: Path, tmp_path: Path) -> None:
     """Rows of a step are the same ones: per-device batch x accumulation x ranks stays."""
     rows = "".join((made / "texts" / f"{split}.jsonl").read_text() for split in ("train", "test"))
-    (tmp_path / "rows.jsonl").write_text(
-        rows
-    )  # 20: accelerate fills the last step of an epoch where ranks do not share it
+    (tmp_path / "rows.jsonl").write_text(rows)  # 20: else accelerate fills the last step of an epoch
     settings = settings_of(made, "texts", per_device_train_batch_size=1, dataset_name=str(tmp_path / "rows.jsonl"))
     whole = ours({**settings, "gradient_accumulation_steps": 4}, tmp_path / "whole", penstock=CPU)
     out = tmp_path / "parts"

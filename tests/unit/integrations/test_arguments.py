@@ -69,10 +69,7 @@ def test_every_argument_of_prepare_is_known() -> None:
     [
         ({"stages": 3}, r"penstock has no 'stages'\. Did you mean 'stage'\?"),
         ({"quux": 3}, r"has no 'quux'\. Use some of stage, placement"),
-        (
-            {"unit_micro_batches": 4},
-            r"penstock: unit_micro_batches=4 was removed: .* larger micro-batch, with",
-        ),
+        ({"unit_micro_batches": 4}, r"penstock: unit_micro_batches=4 was removed: .* larger micro-batch, with"),
         ({"batch_dim": {"mask": None}}, r"penstock: batch_dim=\{'mask': None\} was removed: blocks run whole"),
         ({"placement": {"param": "cpu"}}, r"penstock\['placement'\] has no 'param'\. Did you mean 'params'"),
         ({"options": {"prefetch": 1}}, r"penstock\['options'\] has no 'prefetch'\. Did you mean 'prefetch_bytes'"),

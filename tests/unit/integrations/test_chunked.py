@@ -163,18 +163,6 @@ def adapted(model: Any, **changes: Any) -> Any:
     return found.train()
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_adapters(order: str) -> None:
-    plain = adapted(tiny("LlamaForCausalLM"), target_modules="all-linear")
-    model = tiny("LlamaForCausalLM")
-    if order == "before":
-        chunk_loss(model)
-    model = adapted(model, target_modules="all-linear")
-    if order == "after":
-        chunk_loss(model)
-    assert_trains_alike(model, plain, **batch())
-
-
 @pytest.mark.parametrize("changes", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_an_adapter_on_the_head_is_refused(changes: dict[str, Any]) -> None:
     changes = {"target_modules": ["q_proj"]} | changes

@@ -1,15 +1,12 @@
 """Checkpoints of `torch.distributed.checkpoint`, written by torch itself: FSDP2 on two ranks, each layout."""
 
-import functools
-import io
 import itertools
-import os
 import pickle
 import random
 import shutil
 import warnings
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 import penstock
 from penstock.checkpoint.tables import BoxExtent
 from penstock.ext.interop.dcp import _SavedTensor, import_checkpoint
-from tests.deepspeed_checks import check, plain, prepared
+from tests import deepspeed_checks
+from tests.deepspeed_checks import Harmful, check, plain, prepared
 from tests.lib.ranks import run_ranks
 from tests.optional.deepspeed_files import STEPS, Model, batch, groups
 
@@ -101,7 +99,7 @@ def test_buffers_of_one_rank_are_named(tmp_path: Path) -> None:
     with pytest.raises(penstock.CheckpointError, match="it has 'seen', which the model has not"):
         optimizer.load(tmp_path / "wrong")
     optimizer.close()
-    importer = functools.partial(import_checkpoint, buffers=["se*n"])
+    importer = partial(import_checkpoint, buffers=["se*n"])
     check(tmp_path / "plain", tmp_path / "out", world_size=1, near=1e-6, importer=importer)
 
 
@@ -154,16 +152,7 @@ def test_boxes_of_any_cut(seed: int) -> None:
 # What is refused, and leaves nothing
 
 
-class Harmful:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("harm",)
-
-
-def refused(folder: Path, match: str) -> None:
-    out = folder.parent / "out"
-    with pytest.raises(penstock.CheckpointError, match=match):
-        import_checkpoint(folder, out)
-    assert not out.exists() or not any(out.iterdir())
+refused = partial(deepspeed_checks.refused, import_checkpoint)
 
 
 def change(folder: Path, edit: Callable[[Any], None]) -> None:
@@ -276,24 +265,3 @@ def test_damaged_files(seed: int, saved: Path, tmp_path: Path) -> None:
         except penstock.PenstockError as error:
             said = str(error)
     assert "\n" not in said
-
-
-def test_what_is_compressed_is_not_unpacked(whole: Path) -> None:
-    """An item that somebody made smaller than what is in it."""
-    content = pickle.loads((whole / ".metadata").read_bytes())
-    index, info = next((k, v) for k, v in content.storage_data.items() if k.fqn == "model.blocks.0.weight")
-    file = whole / info.relative_path
-    item = file.read_bytes()[info.offset : info.offset + info.length]
-    packed = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(item)) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
-    change(whole, lambda content: _move(content, index, file.stat().st_size, len(packed.getvalue())))
-    with file.open("ab") as opened:
-        opened.write(packed.getvalue())
-    refused(whole, "is compressed, which torch.save does not do")
-
-
-def _move(content: Any, index: Any, offset: int, length: int) -> None:
-    places: Mapping[Any, Any] = content.storage_data
-    places[index].offset, places[index].length = offset, length

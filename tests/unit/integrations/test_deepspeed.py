@@ -4,6 +4,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 
 import penstock
 from penstock.ext.interop.deepspeed import import_checkpoint
-from tests.deepspeed_checks import check, load, masters, prepared
-from tests.lib.ranks import run_ranks
+from tests import deepspeed_checks
+from tests.deepspeed_checks import Harmful, check, load, masters
 from tests.property.test_checkpoint_files import limited_memory
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed"
@@ -36,18 +37,6 @@ def test_masters_of_a_bf16_run(tmp_path: Path) -> None:
     assert any(not torch.equal(value, value.to(torch.bfloat16).float()) for value in found.values())
 
 
-def load_on(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    model, optimizer = prepared()
-    optimizer.load(folder)
-    return {name: optimizer.full_param(p) for name, p in model.named_parameters()}
-
-
-def test_any_world_size(tmp_path: Path) -> None:
-    expected = masters(DATA / "z3-fp32-w2" / "third", tmp_path / "out")
-    for found in run_ranks(load_on, 3, str(tmp_path / "out")):
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
 # What is refused, and leaves nothing
 
 
@@ -64,16 +53,7 @@ def change(file: Path, edit: Callable[[Any], None]) -> None:
     torch.save(content, file)
 
 
-def refused(folder: Path, match: str) -> None:
-    out = folder.parent / "out"
-    with pytest.raises(penstock.CheckpointError, match=match):
-        import_checkpoint(folder, out)
-    assert not out.exists() or not any(out.iterdir())
-
-
-class Harmful:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("harm",)
+refused = partial(deepspeed_checks.refused, import_checkpoint)
 
 
 def test_code_is_never_run(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,27 +152,15 @@ EDITS: dict[str, tuple[str, Edit, str]] = {
         put(False, *STATES, "param_groups", 0, "bias_correction"),
         "has bias_correction=False",
     ),
-    "no tensor": (
-        OPTIM.format(0),
-        put("text", *FLAT),
-        r"fp32_flat_groups\[0\]' is not a tensor",
-    ),
+    "no tensor": (OPTIM.format(0), put("text", *FLAT), r"fp32_flat_groups\[0\]' is not a tensor"),
     "one element, often": (MODEL_0, one_element_often, "more elements than it has|their sizes differ"),
     "a master of one element": (OPTIM.format(1), put(torch.zeros(1).expand(1 << 30), *FLAT), "more elements than it"),
-    "a million things": (
-        MODEL_0,
-        put({"state": doubled(40)}, "lr_scheduler"),
-        "has more in it than the file",
-    ),
+    "a million things": (MODEL_0, put({"state": doubled(40)}, "lr_scheduler"), "has more in it than the file"),
     "a shape beyond any": (MODEL_0, put((1 << 62,) * 60, *SHAPE), "is larger than any tensor"),
     "a name of many lines": (MODEL_0, put((1,), "param_shapes", 0, "a\nb"), "has the key 'a.+b', which is not a name"),
     "no number": (OPTIM.format(1), put(torch.tensor(float("nan")), *STATES, "state", 0, "step"), "is not a count"),
     "a state called master": (OPTIM.format(1), put(a_state_called_master, *STATES, "state", 0), "is no state of an"),
-    "groups that share": (
-        OPTIM.format(0),
-        put([0], *STATES, "param_groups", 1, "params"),
-        "of another group",
-    ),
+    "groups that share": (OPTIM.format(0), put([0], *STATES, "param_groups", 1, "params"), "of another group"),
     "complex": (OPTIM.format(1), put(lambda v: v.to(torch.complex64), *FLAT), "it names 'torch.ComplexFloatStorage'"),
 }
 

@@ -8,24 +8,12 @@ import torch
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.integrations.huggingface import (
-    PRESETS,
-    build_empty,
-    build_model,
-    find_model,
-    save_pretrained,
-)
+from penstock.integrations.huggingface import PRESETS, build_empty, build_model, find_model
 from tests.lib.models import llama
 
 
 def micro_llama(*, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
     return llama(vocab_size=257, tie_word_embeddings=tied).to(dtype)
-
-
-def micro_gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=2, n_head=2))
 
 
 @pytest.fixture
@@ -112,45 +100,3 @@ def test_a_folder_that_cannot_be_used_is_one_line(name: str, folder: Path) -> No
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"^--model 'huge' is neither .* The presets are tiny, small, medium\.$"):
         find_model("huge", seq_length=8)
-
-
-def step_once(model: Any, **settings: Any) -> penstock.Optimizer:
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **settings)
-    ids = torch.arange(40).reshape(2, 20)
-    optimizer.backward(model(input_ids=ids, labels=ids).loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("make", "precision", "home"),
-    [
-        (lambda: micro_llama(tied=True), "fp32", "device"),
-        (lambda: micro_llama(tied=True), "bf16", "cpu"),
-        (lambda: micro_llama(tied=False), "bf16", "device"),
-        (micro_gpt2, "fp32", "cpu"),
-    ],
-    ids=["tied", "tied, bf16", "untied", "gpt2"],
-)
-def test_saved_weights_are_those_in_use(tmp_path: Path, make: Any, precision: Any, home: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = make().eval()
-    placement = penstock.Placement(params=home, grads=home, optimizer="cpu")
-    optimizer = step_once(model, stage=3, placement=placement, precision=precision)
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits
-    save_pretrained(model, optimizer, tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=ids).logits, logits, rtol=0, atol=0)  # saving changes nothing
-    save_pretrained(model, optimizer, tmp_path / "no", is_first_rank=False)
-    assert not (tmp_path / "no").exists()
-    optimizer.close()
-    reloaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
-    assert reloaded.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    with torch.no_grad():
-        torch.testing.assert_close(reloaded.eval()(input_ids=ids).logits, logits, rtol=0, atol=0)
-    tied = model.config.tie_word_embeddings
-    assert (reloaded.get_input_embeddings().weight is reloaded.get_output_embeddings().weight) == tied

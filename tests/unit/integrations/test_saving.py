@@ -53,12 +53,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("make", "streams", "precision"),
-    [
-        (llama, True, "fp32"),
-        (lambda: llama(tied=True), True, "bf16"),
-        (gpt2, True, "fp32"),
-        (mixtral, False, "bf16"),
-    ],
+    [(llama, True, "fp32"), (lambda: llama(tied=True), True, "bf16"), (gpt2, True, "fp32"), (mixtral, False, "bf16")],
     ids=["llama", "tied", "gpt2", "fused"],
 )
 def test_the_files_are_those_of_transformers(
@@ -69,10 +64,15 @@ def test_the_files_are_those_of_transformers(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    plain = make().to({"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
-    plain.save_pretrained(tmp_path / "plain")
-    model = make()
+    model, plain = make(), make().to({"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
     optimizer = prepared(model, precision=precision, placement=penstock.Placement(params="cpu"))
+    ids = torch.arange(16)[None]
+    optimizer.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    with torch.no_grad():
+        for weight, trained in zip(plain.parameters(), model.parameters(), strict=True):
+            weight.copy_(optimizer.full_param(trained))
+    plain.save_pretrained(tmp_path / "plain")
     collected = []
     monkeypatch.setattr(
         saving, "gather_entries", lambda *a, **k: collected.append(1) or weights.gather_entries(*a, **k)

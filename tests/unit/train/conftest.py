@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.train import main
 
@@ -55,10 +54,3 @@ def train(model: Path, rows: Path, tmp_path: Path) -> Callable[..., int]:
         return main([str(word) for word in (*given, *COMMON, *words)])
 
     return call
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Read what a run has saved."""
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")

@@ -1,25 +1,15 @@
-"""Packed rows that stay rows: the losses of TRL's flattened ones, and its count of tokens."""
+"""Packed rows that stay rows. Runs of them beside TRL's flattened ones: tests/train/test_as_trl.py."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 from transformers import GemmaConfig, LlamaConfig, MambaConfig, Qwen3Config
-from trl import SFTTrainer
 
 from penstock.errors import ConfigError
-from penstock.train.collator import TOKEN_COUNTS, CountedTokens, PackedCollator, collator_for
-from tests.integrations import trl_cases
+from penstock.train.collator import TOKEN_COUNTS, PackedCollator, collator_for
 from tests.unit.train.chats import plain_tokenizer
-from tests.unit.train.runs import MARKED, config, model
-
-PACKED = {"packing": True, "max_length": 32}
-
-
-class Ours(CountedTokens, SFTTrainer):
-    """TRL's trainer with our collator."""
+from tests.unit.train.runs import config
 
 
 def test_positions_begin_anew_and_nothing_predicts_across() -> None:
@@ -37,60 +27,6 @@ def test_positions_begin_anew_and_nothing_predicts_across() -> None:
         TOKEN_COUNTS: [5, 2, 3],
     }
     assert PackedCollator(9, 8)([{"input_ids": [1, 2, 3]}])["input_ids"].shape == (1, 8)
-
-
-def trained(kind: type[SFTTrainer], folder: Path, attention: str, **fields: Any) -> tuple[list[Any], dict[str, Tensor]]:
-    """What a run logs, and the weights that it ends with."""
-    torch.manual_seed(3)
-    tokenizer = plain_tokenizer(MARKED)
-    rows = [{"prompt": f"{n} and {n}", "completion": " is " + str(n) * (n % 9 + 1)} for n in range(48)]
-    training = config(
-        folder,
-        max_steps=3,
-        logging_steps=1,
-        learning_rate=1e-2,
-        per_device_train_batch_size=3,
-        save_strategy="no",
-        seed=5,
-        **PACKED | fields,
-    )
-    built = model(tokenizer, hidden_size=16, num_attention_heads=2, num_hidden_layers=2, attn_implementation=attention)
-    dataset = trl_cases.Dataset.from_list(rows)
-    held = {"eval_dataset": dataset.select(range(9))} if "eval_strategy" in fields else {}
-    trainer = kind(built, training, train_dataset=dataset, processing_class=tokenizer, **held)
-    if kind is Ours:
-        collator = collator_for(built.config, training, tokenizer)
-        assert isinstance(collator, PackedCollator)
-        trainer.data_collator = collator
-    trainer.train()
-    unlike = ("runtime", "per_second", "total_flos", "step_time")
-    logs = [{k: v for k, v in line.items() if not any(u in k for u in unlike)} for line in trainer.state.log_history]
-    return logs, dict(trainer.model.state_dict())
-
-
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
-
-
-@pytest.mark.parametrize(
-    ("attention", "fields"),
-    [
-        ("eager", {"packing_strategy": "bfd_split", "max_length": 8}),
-        ("sdpa", EVALUATED),
-        ("sdpa", EVALUATED | {"eval_packing": False}),
-        ("sdpa", {"packing": False, "padding_free": True, "max_length": None}),
-    ],
-    ids=["split", "evaluated", "evaluated unpacked", "unpacked"],
-)
-def test_a_run_is_the_one_with_flattened_rows(attention: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    ours, theirs = (trained(kind, tmp_path, attention, **fields) for kind in (Ours, SFTTrainer))
-    assert len(ours[0]) == len(theirs[0]) >= 4
-    for mine, expected in zip(ours[0], theirs[0], strict=True):
-        assert mine.keys() == expected.keys()
-        for name, value in expected.items():
-            assert mine[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
-    assert max(line.get("num_tokens", 0) for line in ours[0]) > 30
-    for name, value in theirs[1].items():
-        torch.testing.assert_close(ours[1][name], value, rtol=1e-6, atol=1e-6)
 
 
 def of(kind: type, attention: str | None = "sdpa", **sizes: Any) -> Any:

@@ -378,33 +378,3 @@ def test_names_of_nothing() -> None:
     Path("gone.txt").symlink_to("nowhere")
     for name in ("pipe.jsonl", "gone.txt", "/dev/null"):
         assert refused(name).startswith(f"--data {name!r} is a link to nothing, a pipe or a device.")
-
-
-class Rank:
-    """A rank's state, as accelerate has it, which notes when it waits."""
-
-    def __init__(self, rank: int, local: int) -> None:
-        self.is_main_process, self.is_local_main_process, self.events = rank == 0, local == 0, []
-
-    def wait_for_everyone(self) -> None:
-        self.events.append("wait")
-
-
-@pytest.mark.parametrize(
-    ("rank", "local", "expected"),
-    [(0, 0, ["read", "wait", "wait"]), (8, 0, ["wait", "read", "wait"]), (1, 1, ["wait", "wait", "read"])],
-)
-def test_ranks_read_in_turn_and_wait_for_none_that_failed(
-    rank: int, local: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state: Any = Rank(rank, local)
-    monkeypatch.setattr(data, "PartialState", lambda: state)
-
-    def fail() -> None:
-        with data._first_ranks_first():
-            state.events.append("read")
-            raise ConfigError("a row that cannot be used")
-
-    with pytest.raises(ConfigError, match="a row that cannot"):
-        fail()
-    assert state.events == expected

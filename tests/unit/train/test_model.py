@@ -1,6 +1,7 @@
 """The model of a run: streamed where its folder allows that, whole where not, refused where weights are missing."""
 
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -15,13 +16,6 @@ from penstock.train.model import Built
 def built(folder: Path, *words: str) -> tuple[Request, Built]:
     request = parse(["--model", str(folder), "--data", "d", "--use_cpu", "--bf16", "false", *words])
     return request, models.build(request, models.find(request))
-
-
-def copied(model: Path, folder: Path) -> Path:
-    folder.mkdir()
-    for file in model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
 
 
 def test_a_folder_is_streamed_in_the_dtype_that_is_asked_for(model: Path) -> None:
@@ -40,10 +34,17 @@ def test_adapters_that_need_values_have_them(words: list[str], model: Path) -> N
     assert made.weights is None
 
 
+def test_a_base_in_int8_has_codes_under_its_adapters(model: Path) -> None:
+    _, made = built(model, "--use_peft", "--base", "int8")
+    assert {p.dtype for p in made.model.parameters() if p.requires_grad} == {torch.float32}
+    assert torch.int8 in {p.dtype for p in made.model.parameters()}
+    assert made.weights is not None
+
+
 def test_a_vocabulary_grows_to_the_largest_id_of_its_tokenizer(model: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    folder = copied(model, tmp_path / "grows")
+    folder = copytree(model, tmp_path / "grows")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<new>", "<newer>"])
     tokenizer.save_pretrained(folder)
@@ -54,7 +55,7 @@ def test_a_vocabulary_grows_to_the_largest_id_of_its_tokenizer(model: Path, tmp_
 
 @pytest.mark.parametrize("words", [[], ["--model_init_kwargs", '{"use_cache": false}']])
 def test_weights_that_are_missing_are_not_drawn(words: list[str], model: Path, tmp_path: Path) -> None:
-    folder = copied(model, tmp_path / "lacks")
+    folder = copytree(model, tmp_path / "lacks")
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
