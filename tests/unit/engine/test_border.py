@@ -76,14 +76,27 @@ def under(transform: Callable[..., Any], end: Callable[[Tensor], Tensor]) -> Wit
     return run
 
 
+@contextlib.contextmanager
+def settings() -> Iterator[None]:
+    """All that a thread may be set to: whichever of them reached our side would change a result, or refuse."""
+    with (
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        default(torch.set_default_device, "meta", None),
+        default(torch.set_default_dtype, torch.float64, torch.float32),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def modes() -> Iterator[None]:
+    with torch.no_grad(), NoDispatch(), NoFunction():
+        yield
+
+
 MODES: dict[str, Within] = {
-    "inference_mode": inside(torch.inference_mode),
-    "no_grad": inside(torch.no_grad),
-    "autocast": inside(lambda: torch.autocast("cpu", torch.bfloat16)),
-    "default device": inside(lambda: default(torch.set_default_device, "meta", None)),
-    "default dtype": inside(lambda: default(torch.set_default_dtype, torch.float64, torch.float32)),
-    "dispatch mode": inside(NoDispatch),
-    "function mode": inside(NoFunction),
+    "settings": inside(settings),
+    "modes": inside(modes),
     "torch.func.grad": under(torch.func.grad, torch.sum),
     "torch.func.vmap": under(torch.func.vmap, torch.neg),
 }
@@ -219,7 +232,7 @@ def expected(place: str) -> dict[str, Any]:
         return story(make, Path(folder), directly, storages)
 
 
-@pytest.mark.parametrize(("place", "mode"), [*(("nvme", mode) for mode in MODES), ("device", "dispatch mode")])
+@pytest.mark.parametrize(("place", "mode"), [*(("nvme", mode) for mode in MODES), ("device", "modes")])
 def test_what_the_users_thread_is_in_stays_on_his_side(place: str, mode: str, tmp_path: Path) -> None:
     make, storages = PLACES[place]
     found = story(make, tmp_path, MODES[mode], storages)

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import penstock
-from penstock.engine.forward_backward.casts import cast_floating
 from tests.lib.engines import prepared as prepare
 from tests.lib.streams import inline, separate, simulated
 from tests.models.modules_rows import WIDTH, squared
@@ -72,15 +70,6 @@ def test_units_get_their_inputs_in_the_compute_dtype(mode: Any) -> None:
         with pytest.raises(RuntimeError, match="dtype"):
             model(x)
     assert tuple(value.dtype for value in model.blocks[1].inputs) == DTYPES[mode]
-
-
-def test_nothing_is_cast_where_that_is_asked_for() -> None:
-    model = nn.Sequential(Seen(), Seen())
-    _, optimizer = prepared(model, separate, cast_inputs="none")
-    assert model(torch.rand(2, WIDTH)).dtype == torch.float32
-    optimizer.close()
-    with pytest.raises(penstock.ConfigError, match=r"cast_inputs='all'.*'units', 'model', 'none'"):
-        penstock.Options(cast_inputs="all")
 
 
 def test_a_gradient_comes_back_in_the_dtype_of_the_input() -> None:
@@ -210,14 +199,6 @@ def test_a_container_with_nothing_to_cast_is_the_callers_own(inner: Seen) -> Non
     _, *got, numbers = inner.inputs
     assert all(a is b for a, b in zip(got, (kept, kept["n"], codes), strict=True))
     assert numbers.dtype == torch.complex64
-
-
-def test_what_is_cast_leaves_the_containers_beside_it_alone() -> None:
-    filled: list[Tensor] = []
-    around, beside = cast_floating(([torch.ones(2), filled], filled), BF16)
-    assert around[0].dtype == BF16
-    assert around[1] is filled
-    assert beside is filled
 
 
 @pytest.mark.parametrize("kind", [Inputs, lambda x: UserDict(x=x)], ids=["dataclass", "user dict"])

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.unit.first_values import broadcast_alike, copies_of_first_rank
 from penstock.errors import CheckpointError, ConfigError, EngineError
-from penstock.runtime.collectives import Collectives
-from penstock.runtime.topology import Grid
 from tests.lib.engines import prepared as prepare
 from tests.lib.models import buffered, seeded, stack
 from tests.lib.ranks import run_ranks
@@ -270,56 +267,3 @@ def test_what_fails_on_one_rank_fails_on_all() -> None:
     assert "'2.weight' has shape (3,)" in second[0]
     assert "'stranger' is unexpected" in second[1]
     assert len(first) == len(second) == 2
-
-
-# First values that ranks have from each other: what is sent together
-
-MIB = 1 << 20
-
-
-class FirstRank:
-    """Keeps what goes over the wire; the values of the first rank are these, negated."""
-
-    def __init__(self, tp: int = 1) -> None:
-        self.grid = Grid(tp=tp)
-        self.sent: list[int] = []
-
-    def broadcast(self, tensor: Tensor) -> None:
-        self.sent.append(tensor.nbytes)
-        tensor.copy_(255 - tensor)
-
-    def broadcast_alike(self, tensor: Tensor) -> None:
-        self.broadcast(tensor)
-
-
-def test_values_of_any_dtype_are_copied_in_order() -> None:
-    values: list[Any] = [
-        torch.arange(6, dtype=torch.float32),
-        torch.tensor([3], dtype=torch.int64),
-        torch.zeros(0),
-        torch.arange(5, dtype=torch.bfloat16),
-        torch.tensor([1, 0, 255], dtype=torch.uint8),
-        torch.randn(MIB, dtype=torch.float16),
-    ]
-    before = [value.clone() for value in values]
-    ranks = FirstRank()
-    copies = copies_of_first_rank(values, cast(Collectives, ranks), torch.device("cpu"))
-    assert ranks.sent == [32 + 16 + 16 + 16, 2 * MIB]  # what is large goes by itself; others begin at multiples of 16
-    for copy, value, old in zip(copies, values, before, strict=True):
-        assert torch.equal(copy.view(torch.uint8), 255 - old.view(torch.uint8))
-        assert torch.equal(value, old)
-
-
-def test_small_parameters_that_ranks_have_alike_travel_together_into_their_places() -> None:
-    buffer = torch.zeros(2 * MIB + 4000, dtype=torch.uint8)
-    places = [(0, 3), (8, 8), (16, 1016), (2000, 2000 + 2 * MIB), (2000 + 2 * MIB, 3000 + 2 * MIB)]
-    tensors = [buffer[start:stop] for start, stop in places]
-    alone, several = FirstRank(), FirstRank(tp=2)
-    broadcast_alike(tensors, cast(Collectives, alone))
-    assert alone.sent == []  # nobody has other parts
-    broadcast_alike(tensors, cast(Collectives, several))
-    assert several.sent == [1003, 2 * MIB, 1000]
-    expected = torch.zeros_like(buffer)
-    for start, stop in places:
-        expected[start:stop] = 255
-    assert torch.equal(buffer, expected)

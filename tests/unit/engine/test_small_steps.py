@@ -66,15 +66,6 @@ def test_the_engine_is_told_of_units_and_not_of_their_layers(told: list[str]) ->
     assert not any(holders(optimizer).values())
 
 
-def test_nor_where_a_block_runs_again_in_backward(told: list[str]) -> None:
-    model, optimizer = told_of(recomputes=False)
-    loss = loss_of(model)
-    told.clear()
-    optimizer.backward(loss)
-    assert told == ["Block", "Block"]
-    assert not any(holders(optimizer).values())
-
-
 def test_a_layer_that_is_called_alone_is_told_of(told: list[str]) -> None:
     model, optimizer = told_of()
     x = torch.ones(4, WIDTH)
