@@ -141,23 +141,6 @@ class TestSummary:
         assert list(summary.waits.items()) == [("gather b (upload)", 4), ("update a (update)", 3)]
         assert {row: use.waited_seconds for row, use in summary.rows.items()} == {"upload": 4, "update": 3}
 
-    @pytest.mark.parametrize(
-        ("busiest", "name"),
-        [
-            ("upload", "host-to-device link"),
-            ("download", "device-to-host link"),
-            ("collective", "links between ranks"),
-            ("update", "host update"),
-            ("read", "NVMe reads"),
-            ("fetch", "NVMe reads"),
-            ("write", "NVMe writes"),
-        ],
-    )
-    def test_the_busiest_resource_binds(self, busiest: str, name: str) -> None:
-        rows = ("upload", "download", "collective", "update", "read", "fetch", "write")
-        spans = [Span(row, "x y", 0, 7 if row == busiest else 3) for row in rows]
-        assert TraceTimeline(recording(spans, compute=[(0, "forward a"), (6, "")])).summary().bound_by == name
-
     def test_reads_and_writes_share_the_disk(self) -> None:
         """Neither is busier than compute; together they are."""
         spans = [Span("fetch", "update a", 0, 4), Span("write", "update a", 4, 9)]

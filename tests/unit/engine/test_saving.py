@@ -29,8 +29,6 @@ from tests.lib.models import Blocks
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import Refusal, refused_unchanged, rows
 from tests.lib.streams import late, separate, until_waited_for
-from tests.parity.resuming import SMALL, Other, Run, resumed, saved
-from tests.parity.rows import Arithmetic, Movement
 
 KIB = 1 << 10
 
@@ -78,25 +76,6 @@ def loaded(folder: Path, **how: Any) -> dict[str, Tensor]:
     found = state(model, optimizer)
     optimizer.close()
     return found
-
-
-IN_FILES = Movement(**ON_NVME).but(**SMALL)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(Arithmetic(precision="bf16"), Movement(**ON_CPU).but(**SMALL), separate, Other),
-        Run(Arithmetic(precision="bf16"), Movement(optimizer="cpu", overlap="backward").but(**SMALL), late),
-        Run(Arithmetic(clip=0.5), IN_FILES, late),
-    ],
-    ids=str,
-)
-def test_beside_training_both_are_exact(run: Run, tmp_path: Path) -> None:
-    at_once = saved(run, tmp_path / "a", steps=2)
-    beside = saved(run, tmp_path / "b", blocking=False, steps=2)
-    assert beside.otherwise(at_once) == []
-    assert resumed(run, tmp_path / "b", steps=2).otherwise(at_once) == []
 
 
 def test_an_update_waits_until_its_tiles_are_copied(gate: Gate, tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """`prepare(weights=...)`: the model's first values from files, names, functions and initialisation; meta devices."""
 
 import json
-import subprocess
-import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckpointError, ConfigError
-from tests.lib.engines import assert_same_state, prepared, state, train
+from penstock.footprint import footprint
+from tests.lib.engines import ON_CPU, assert_same_state, prepared, state, train
 from tests.lib.models import llama as lib_llama
 from tests.lib.models import stack
 from tests.lib.ranks import run_ranks
@@ -226,54 +226,41 @@ def test_no_more_than_a_unit_is_asked_for_before_it_is_in_its_home() -> None:
 
 WIDTH, LAYERS = 1024, 20
 
-# A process of its own: what others have freed before, and malloc kept, would be given back meanwhile.
-CODE = """
-import json, sys
-from pathlib import Path
-import torch
-import penstock
-from penstock.footprint import footprint
 
-width, layers, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-
-def process_bytes(field):
+def process_bytes(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
-def arguments():
-    with torch.device("meta"):
-        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers))).bfloat16()
-    placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
-    optimizer = torch.optim.SGD(model.parameters())
-    return (model, optimizer), dict(units=[torch.nn.Linear], placement=placement, weights=folder)
 
-penstock.prepare(*arguments()[0], **arguments()[1]).close(keep_params=False)  # what a first time loads and keeps
-given, named = arguments()
-planned = footprint(*given, **named)
-sizes = {}
-for row in planned.at_rest.rows:
-    if row.kind == "param":
-        sizes[row.unit] = sizes.get(row.unit, 0) + row.nbytes
-Path("/proc/self/clear_refs").write_text("5")
-before = process_bytes("VmRSS")
-optimizer = penstock.prepare(*given, **named)
-peak, after = process_bytes("VmHWM"), process_bytes("VmRSS")
-values = [optimizer.full_param(parameter).float().mean().item() for parameter in given[0].parameters()]
-optimizer.close(keep_params=False)
-found = dict(peak=peak - before, passing=peak - after, planned=planned.at_rest.bytes(tier="cpu"))
-Path(sys.argv[4]).write_text(json.dumps(found | dict(values=values, units=list(sizes.values()))))
-"""
+def linear_layers() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = on_meta(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).bfloat16())
+    return model, torch.optim.SGD(model.parameters())
+
+
+def from_a_folder(rank: int, folder: Path) -> dict[str, Any]:
+    """In a new process: what others have freed before, and malloc kept, would be given back meanwhile."""
+    how: dict[str, Any] = {"units": [nn.Linear], "placement": penstock.Placement(**ON_CPU), "weights": folder}
+    penstock.prepare(*linear_layers(), **how).close(keep_params=False)  # what a first time loads and keeps
+    given = linear_layers()
+    planned = footprint(*given, **how)
+    sizes: Counter[str] = Counter()
+    for row in planned.at_rest.rows:
+        sizes[row.unit] += row.nbytes if row.kind == "param" else 0
+    Path("/proc/self/clear_refs").write_text("5")
+    before = process_bytes("VmRSS")
+    optimizer = penstock.prepare(*given, **how)
+    peak, after = process_bytes("VmHWM"), process_bytes("VmRSS")
+    values = [optimizer.full_param(parameter).float().mean().item() for parameter in given[0].parameters()]
+    optimizer.close(keep_params=False)
+    found = {"peak": peak - before, "passing": peak - after, "planned": planned.at_rest.bytes(tier="cpu")}
+    return found | {"values": values, "units": list(sizes.values())}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system does not count peaks")
 def test_prepare_from_files_holds_two_units_more_than_planned_at_most(tmp_path: Path) -> None:
-    folder, out = tmp_path / "values", tmp_path / "found.json"
-    folder.mkdir()
     names = {f"{layer}.weight": torch.full((WIDTH, WIDTH), layer / 8, dtype=torch.bfloat16) for layer in range(LAYERS)}
-    save_file(names, folder / "model.safetensors")
-    command = [sys.executable, "-c", CODE, str(WIDTH), str(LAYERS), str(folder), str(out)]
-    subprocess.run(command, check=True, timeout=120)
-    found = json.loads(out.read_text())
+    save_file(names, tmp_path / "model.safetensors")
+    (found,) = run_ranks(from_a_folder, 1, tmp_path, fresh=True)
     assert found["values"] == [layer / 8 for layer in range(LAYERS)]
     unit = max(found["units"])
     assert found["units"] == [2 * WIDTH * WIDTH] * LAYERS
