@@ -131,26 +131,6 @@ def test_two_models_do_not_share_parameters() -> None:
     optimizer.close()
 
 
-def test_it_is_not_closed_inside_of_its_forward() -> None:
-    model = Blocks()
-    before = answer(model)
-    optimizer = prepared(model)
-
-    def close(*_: Any) -> None:
-        optimizer.close()
-
-    hook = model.blocks[1].register_forward_hook(close)
-    with pytest.raises(penstock.EngineError, match=r"close\(\) was called inside a forward"):
-        model(INPUTS)
-    hook.remove()
-    assert torch.equal(answer(model), before)
-    with pytest.raises(penstock.EngineError, match=r"inside gathered\(modify=True\)"), optimizer.gathered(modify=True):
-        optimizer.close()
-    with optimizer.gathered():
-        optimizer.close()
-    assert torch.equal(answer(model), before)
-
-
 # What works
 
 

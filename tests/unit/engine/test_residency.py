@@ -348,24 +348,18 @@ REFUSED = {
     "host, late": Refusal(
         offload_to_a_full_host, "bytes of host memory are needed", MemoryBudgetError, {"streams": late}
     ),
+    "host, for a ring": Refusal(
+        lambda model, optimizer: offload_to_a_full_host(model, optimizer, {"param"}, "nvme"),
+        "bytes of host memory are needed",
+        MemoryBudgetError,
+        {"nvme_path": disks()},
+    ),
 }
 
 
 @rows(REFUSED)
 def test_a_request_that_cannot_be_met_changes_nothing(row: Refusal) -> None:
     refused_unchanged(row, model=net, precision="bf16")
-
-
-def test_a_host_that_is_full_leaves_everything_where_it_is(tmp_path: Path) -> None:
-    model, optimizer = moving(separate, tmp_path)
-    train(model, optimizer)
-    optimizer.offload_states({"optimizer"}, "nvme")
-    for arguments in ((None, "cpu"), ({"param"}, "nvme")):  # the second one's ring does not fit
-        with pytest.raises(MemoryBudgetError, match="bytes of host memory are needed"):
-            offload_to_a_full_host(model, optimizer, *arguments)
-        optimizer.locations().assert_on("optimizer", "nvme")
-        optimizer.locations().assert_on("param", "device")
-        assert_table_agrees(optimizer, tmp_path)
 
 
 def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
