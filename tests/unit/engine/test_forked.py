@@ -4,7 +4,6 @@ import gc
 import os
 import traceback
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from penstock.runtime.streams import Streams
 from tests.lib.engines import ON_CPU, ON_NVME
 from tests.lib.engines import prepared as prepare
 from tests.lib.models import stack
+from tests.lib.refusals import METHODS, call
 from tests.lib.streams import inline, is_released, separate, simulated
 
 WIDTH = 16
@@ -61,16 +61,6 @@ def in_child(work: Callable[[], object]) -> None:
         text = said.read()
     os.waitpid(child, 0)
     assert text == ""
-
-
-#: Of the handle; the plan is a value, which a child may look at.
-METHODS = sorted(name for name in vars(penstock.Optimizer) if not name.startswith("_") and name != "plan")
-
-
-def call(optimizer: penstock.Optimizer, name: str) -> None:
-    """With a number for each argument that it must have: a child is refused before it is looked at."""
-    method = getattr(optimizer, name)
-    method(*(1.0 for given in signature(method).parameters.values() if given.default is given.empty))
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -195,7 +195,6 @@ def test_rings_hold_stretches_as_far_as_their_memory_goes(
 # Updates in stretches of tiles, where compute reaches them
 
 SIDE, LAYERS = 64, 3
-WEIGHT = SIDE * SIDE
 TILE_BYTES = 4096  # a weight of 16 KiB in fp32 is 4 tiles
 
 
@@ -230,18 +229,6 @@ def stepped(model: nn.Module, optimizer: penstock.Optimizer, used: int = LAYERS)
     optimizer.backward(x.square().mean())
     optimizer.step()
     optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("streams", [inline, separate])
-def test_whole_units_are_one_segment_each_and_all_of_them_one_call(
-    streams: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = stretched_engine(streams())
-    calls = Calls(monkeypatch, optimizer)
-    stepped(model, optimizer)
-    (numels,) = calls.numels
-    assert len(numels) == len(optimizer._engine.context.units)
-    assert sum(numels) >= LAYERS * (WEIGHT + SIDE), "with the gaps between parameters"
 
 
 def calls_across_a_cut(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[int], list[list[int]]]:

@@ -12,7 +12,6 @@ import penstock
 from penstock.engine.forward_backward.forward import Forward
 from penstock.engine.forward_backward.order import ForwardCall
 from penstock.engine.unit.unit import Unit
-from penstock.rules.fused import FusedRule
 from tests.lib.engines import ON_CPU, loss_of, prepared, train
 from tests.lib.models import WIDTH, Blocks
 
@@ -102,22 +101,3 @@ def test_what_a_module_reads_of_its_parts_is_held_until_its_end_and_no_longer() 
     with torch.no_grad():
         loss_of(model)
     assert held == [0]
-
-
-def test_a_group_is_read_once_a_step_whatever_the_number_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    step_scalars = FusedRule.step_scalars
-
-    def noted(self: FusedRule, *given: Any, **named: Any) -> Any:
-        read.append(1)
-        return step_scalars(self, *given, **named)
-
-    monkeypatch.setattr(FusedRule, "step_scalars", noted)
-    counts = []
-    for blocks in (1, 3):
-        model, optimizer = told_of(blocks)
-        optimizer.backward(loss_of(model))
-        read.clear()
-        optimizer.step()
-        counts.append(len(read))
-    assert counts[0] == counts[1]
