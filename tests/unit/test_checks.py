@@ -69,15 +69,6 @@ def frozen_up(model: Any) -> None:
         block.up.requires_grad_(False)
 
 
-def wrapped(model: nn.Module) -> nn.Module:
-    """As DistributedDataParallel wraps a model, without a process group."""
-    wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
-    nn.Module.__init__(wrapper)
-    wrapper.module = model
-    return wrapper
-
-
-COMBINES = "which combines gradients itself. Give the module that it wraps (model.module)."
 #: What is done with a model; `how` makes another one.
 REFUSED = {
     # Values that do not exist
@@ -159,25 +150,16 @@ REFUSED = {
         "Parameter 'phase' is torch.complex64. Store its real and imaginary parts apart.",
         how=changed(lambda m: m.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))),
     ),
-    "DataParallel": Refusal(
-        lambda m: penstock.prepare(nn.DataParallel(m), adamw(m)), f"model is a DataParallel, {COMBINES}"
-    ),
-    "DDP": Refusal(lambda m: penstock.prepare(wrapped(m), adamw(m)), f"model is a DistributedDataParallel, {COMBINES}"),
     "a gradient that is there": Refusal(
         by(adamw),
         "Parameter 'first.weight' has a gradient already. Call zero_grad() or step() before prepare().",
         how=changed(lambda m: loss_of(m).backward()),
     ),
     # In bf16, each parameter on 256 elements: root 4 * 256, a block 4 * 256 + 2 * 512.
-    "live_bytes": Refusal(
-        with_(options=Options(live_bytes=1000)),
-        "Options(live_bytes=1,000) is 5,144 bytes too small: unit 'blocks.1' and the units around it take 6,144 bytes "
-        "when gathered. Raise live_bytes, or choose smaller units.",
-        MemoryBudgetError,
-    ),
     "live_bytes with frozen parameters": Refusal(
         with_(options=Options(live_bytes=6143)),
-        "take 6,144 bytes when gathered",
+        "Options(live_bytes=6,143) is 1 bytes too small: unit 'blocks.1' and the units around it take 6,144 bytes when "
+        "gathered. Raise live_bytes, or choose smaller units.",
         MemoryBudgetError,
         changed(frozen_up),
     ),

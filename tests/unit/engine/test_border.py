@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import penstock
-from penstock.runtime.modes import engine_mode, user_mode
 from penstock.runtime.streams import Streams
 from tests.lib.engines import ON_CPU, ON_NVME, adamw, loss_of, prepare_on, prepared
 from tests.lib.memory import disks
@@ -265,23 +264,6 @@ def test_a_dispatch_mode_sees_the_models_operations_alone() -> None:
         seen.append(mode.names)
     theirs, ours = ([name for name in names if "detach" not in name] for names in seen)
     assert ours == theirs
-
-
-def test_a_mode_that_stays_sees_our_operations_too_and_those_above_it_do_not() -> None:
-    below, above = Counting(), Counting()
-    below.stays = True  # type: ignore[attr-defined]
-    with below, above:
-        torch.ones(2).neg()
-        with engine_mode():
-            torch.ones(2).exp()
-            with user_mode():
-                torch.ones(2).sin()
-            torch.ones(2).cos()
-        torch.ones(2).abs()
-    assert [name for name in above.names if "ones" not in name] == [f"aten.{n}.default" for n in ("neg", "sin", "abs")]
-    assert [name for name in below.names if "ones" not in name] == [
-        f"aten.{n}.default" for n in ("neg", "exp", "sin", "cos", "abs")
-    ]
 
 
 def test_an_export_is_the_same_in_every_mode(tmp_path: Path) -> None:

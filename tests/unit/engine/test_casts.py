@@ -108,19 +108,6 @@ def test_layers_that_take_mixed_dtypes_are_left_to_themselves() -> None:
     assert model[0].seen == [torch.float32, torch.float32, BF16]
 
 
-def test_attention_to_itself_stays_that() -> None:
-    """Query, key and value are one tensor, and are after they were cast: torch projects them at once then."""
-    torch.manual_seed(0)
-    attend = nn.MultiheadAttention(WIDTH, 2)
-    x = torch.rand(3, 1, WIDTH)
-    plain = nn.MultiheadAttention(WIDTH, 2)
-    plain.load_state_dict(attend.state_dict())
-    model = nn.Sequential(nn.Identity(), attend)
-    prepared(model, inline, cast_inputs="units")
-    cast = x.bfloat16()
-    assert torch.equal(attend(x, x, x)[0], plain.bfloat16()(cast, cast, cast)[0])
-
-
 class Pair(NamedTuple):
     x: Tensor
     y: Any = None

@@ -141,7 +141,7 @@ def test_every_step_is_the_one_of_plain_torch(number: int) -> None:
     row, plain_model = list(ROWS.values())[number], make_net()
     plain = Run(plain_model, stock(plain_model.parameters()))
     fitting = [m for m in MOVEMENTS if m["overlap"] != "backward" or row is not two_backwards]  # which that refuses
-    run = Run(*prepared(make_net, stock=stock, **fitting[number % len(fitting)]))
+    run = Run(*prepared(make_net, stock=stock, **fitting[(number + 1) % len(fitting)]))
     pairs = list(zip(plain_model.named_parameters(), run.model.parameters(), strict=True))
     for step in range(STEPS):
         row(plain, step)

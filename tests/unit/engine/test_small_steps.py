@@ -65,17 +65,6 @@ def test_the_engine_is_told_of_units_and_not_of_their_layers(told: list[str]) ->
     assert not any(holders(optimizer).values())
 
 
-def test_a_layer_that_is_called_alone_is_told_of(told: list[str]) -> None:
-    model, optimizer = told_of()
-    x = torch.ones(4, WIDTH)
-    with optimizer.gathered():
-        layer = model.blocks[1].up
-        expected = linear(x, layer.weight.clone(), layer.bias.clone())
-    assert torch.equal(model.blocks[1].up(x), expected)
-    assert told == ["Linear"]
-    assert not any(holders(optimizer).values())
-
-
 def test_a_layer_is_told_of_after_an_interrupt_left_the_forward_of_its_block(told: list[str]) -> None:
     model, optimizer = told_of()
 
