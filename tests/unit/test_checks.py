@@ -158,8 +158,8 @@ REFUSED = {
     # In bf16, each parameter on 256 elements: root 4 * 256, a block 4 * 256 + 2 * 512.
     "live_bytes with frozen parameters": Refusal(
         with_(options=Options(live_bytes=6143)),
-        "Options(live_bytes=6,143) is 1 bytes too small: unit 'blocks.1' and the units around it take 6,144 bytes when "
-        "gathered. Raise live_bytes, or choose smaller units.",
+        "Options(live_bytes=6,143) is 1 bytes too small: unit 'blocks.1.frozen' and the units around it "
+        "take 6,144 bytes when gathered. Raise live_bytes, or choose smaller units.",
         MemoryBudgetError,
         changed(frozen_up),
     ),
