@@ -256,7 +256,7 @@ def test_close_inside_gathered() -> None:
 # Transforms
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
 def test_functorch_is_refused_by_name_where_units_are_released(transform: Callable[..., Any]) -> None:
     model = stack()
     optimizer = ready(model)
