@@ -127,7 +127,7 @@ ROWS = [
     ("device", "offload", KeyboardInterrupt),
     ("late", "in flight", KeyboardInterrupt),
     ("device", "from nvme", MemoryError),
-    ("nvme", "load", KeyboardInterrupt),
+    ("cpu", "load", KeyboardInterrupt),
     ("cpu", "save beside", KeyboardInterrupt),
 ]
 

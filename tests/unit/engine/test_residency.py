@@ -261,7 +261,7 @@ def test_what_stays_gathered_until_backward_moves_before_it(make: Callable[[], S
 GATHERED = {
     "make": BACK_ENDS,
     "precision": ("fp32", "bf16"),
-    "before": (None, "cpu", "nvme"),
+    "before": (None, "cpu"),
     "inside": (None, "cpu", "nvme"),
 }
 
