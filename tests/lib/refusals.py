@@ -3,10 +3,12 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import pytest
 
+import penstock
 from penstock import ConfigError
 from penstock.errors import PenstockError
 from tests.lib.engines import assert_same_state, prepared, state, train
@@ -49,6 +51,16 @@ def refused_unchanged(row: Refusal, **how: Any) -> None:
     assert_same_state(state(model, optimizer), state(other_model, other))
     optimizer.close()
     other.close()
+
+
+#: All that can be asked of a handle; the plan is a value.
+METHODS = sorted(name for name in vars(penstock.Optimizer) if not name.startswith("_") and name != "plan")
+
+
+def call(optimizer: penstock.Optimizer, name: str) -> None:
+    """Call a method that is refused before its arguments are looked at, with a number for each that it must have."""
+    method = getattr(optimizer, name)
+    method(*(1.0 for given in signature(method).parameters.values() if given.default is given.empty))
 
 
 def said_by(call: Callable[[], object]) -> str:

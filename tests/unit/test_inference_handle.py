@@ -1,8 +1,5 @@
 """The handle of a model that nothing trains: what works on it, and what is refused by name."""
 
-import copy
-import io
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,10 +83,6 @@ REFUSED = {
         "different number of parameter groups",
         ValueError,
     ),
-    "a copy": Refusal(lambda m, o: copy.deepcopy(m), "before prepare", penstock.EngineError),
-    "torch.save": Refusal(lambda m, o: torch.save(m, io.BytesIO()), "before prepare", penstock.EngineError),
-    "pickle": Refusal(lambda m, o: pickle.dumps(m), "before prepare", penstock.EngineError),
-    "state_dict of the model": Refusal(lambda m, o: m.state_dict(), "NaN", penstock.EngineError),
 }
 
 
@@ -99,7 +92,7 @@ def test_what_trains_is_refused_by_name(row: Refusal) -> None:
     before = answer(model)
     optimizer = prepared(model)
     refused(row, model, optimizer)
-    if row.error is penstock.EngineError and row.text not in ("before prepare", "NaN"):
+    if row.error is penstock.EngineError:
         with pytest.raises(penstock.EngineError, match=r"prepare\(model, None\).*prepare\(model, optimizer\)"):
             row.do(model, optimizer)
     assert torch.equal(answer(model), before)
@@ -138,26 +131,6 @@ def test_two_models_do_not_share_parameters() -> None:
     optimizer.close()
 
 
-def test_it_is_not_closed_inside_of_its_forward() -> None:
-    model = Blocks()
-    before = answer(model)
-    optimizer = prepared(model)
-
-    def close(*_: Any) -> None:
-        optimizer.close()
-
-    hook = model.blocks[1].register_forward_hook(close)
-    with pytest.raises(penstock.EngineError, match=r"close\(\) was called inside a forward"):
-        model(INPUTS)
-    hook.remove()
-    assert torch.equal(answer(model), before)
-    with pytest.raises(penstock.EngineError, match=r"inside gathered\(modify=True\)"), optimizer.gathered(modify=True):
-        optimizer.close()
-    with optimizer.gathered():
-        optimizer.close()
-    assert torch.equal(answer(model), before)
-
-
 # What works
 
 
@@ -187,11 +160,10 @@ def test_parameters_are_read_and_written_by_people(streams: Any) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_parameters_move_and_come_back(stage: int) -> None:
+def test_parameters_move_and_come_back() -> None:
     model = Blocks()
     before = answer(model)
-    optimizer = prepared(model, params="device", nvme_path=disks(), stage=stage)
+    optimizer = prepared(model, params="device", nvme_path=disks())
     at_home = optimizer.locations().bytes(kind="param", tier="device")
     for tier in ("cpu", "nvme"):
         optimizer.offload_states({"param"}, to=tier)
@@ -297,7 +269,7 @@ def test_a_tie_of_rounding_is_taken_as_it_was_computed_with(tmp_path: Path) -> N
         handle.close()
 
 
-# Ranks, and what is planned
+# Ranks
 
 
 def apart(rank: int) -> str:
@@ -306,11 +278,8 @@ def apart(rank: int) -> str:
     optimizer = torch.optim.AdamW(model.parameters()) if rank else None
     with pytest.raises(penstock.ConfigError) as caught:
         penstock.prepare(model, optimizer)
-    assert model.last.weight.requires_grad
     return str(caught.value)
 
 
 def test_ranks_agree_on_whether_they_train() -> None:
-    for message in run_ranks(apart, 2):
-        assert "optimizer" in message
-        assert "none" in message
+    assert all("optimizer" in said and "none" in said for said in run_ranks(apart, 2))

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,8 @@ from torch.optim import lr_scheduler as schedulers
 
 import penstock
 from tests.lib.covering import covering, named
-from tests.lib.engines import ON_CPU, loss_of, prepared, squared
-from tests.lib.models import Block, Blocks
+from tests.lib.engines import ON_CPU, loss_of, prepared
+from tests.lib.models import Blocks
 from tests.lib.streams import inline, simulated
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-2}
@@ -151,15 +150,8 @@ def test_step_hooks_of_torch_run_also_those_of_before_prepare():
 
 
 def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert ours.keys() == theirs.keys()
     assert ours["param_groups"] == theirs["param_groups"]
-    assert ours["state"].keys() == theirs["state"].keys()
-    for number, values in theirs["state"].items():
-        assert ours["state"][number].keys() == values.keys()
-        for name, value in values.items():
-            ours_value = ours["state"][number][name]
-            assert (ours_value.dtype, ours_value.shape) == (value.dtype, value.shape)
-            assert_close([ours_value], [value])
+    torch.testing.assert_close(ours["state"], theirs["state"], rtol=1e-5, atol=1e-7)
 
 
 def test_state_dicts_are_those_of_torch_both_ways(streams):
@@ -254,50 +246,7 @@ def test_state_from_before_prepare_is_taken_over(streams):
     optimizer.close()
 
 
-# Gradients
-
-
-@pytest.mark.parametrize(("through", "set_to_none"), [("model", True), ("optimizer", False)])
-def test_zero_grad(through, set_to_none, streams):
-    model = Blocks()
-    optimizer = prepare(model, streams=streams)
-    before = values_of(model, optimizer)
-    loss_of(model, 0).backward()
-    assert optimizer.full_grad(model.first.weight).any()
-    (model if through == "model" else optimizer).zero_grad(set_to_none=set_to_none)
-    assert not any(optimizer.full_grad(p).any() for p in model.parameters())
-    assert optimizer.step().grad_norm == 0
-    assert_equal(values_of(model, optimizer), before)
-    assert float(optimizer.full_state(model.first.weight, "step")) == 0
-    optimizer.close()
-    assert "zero_grad" not in model.__dict__
-    loss_of(model, 0).backward()
-    model.zero_grad()  # its own again
-    assert model.first.weight.grad is None
-
-
 # gathered()
-
-
-def test_gathered_shows_what_torch_would_have(streams):
-    plain_model, model = Blocks(), Blocks()
-    plain, optimizer = adamw(plain_model), prepare(model, streams=streams)
-    for m, o in ((plain_model, plain), (model, optimizer)):
-        train(m, o, range(3))
-    with optimizer.gathered():
-        state = copy.deepcopy(model.state_dict())
-        with optimizer.gathered([model.first.weight]):  # inside another
-            pass
-        assert_equal(list(model.parameters()), [state[n] for n, _ in model.named_parameters()])
-        expected_output = model(torch.ones(2, 8))
-    assert state.keys() == plain_model.state_dict().keys()
-    assert_close(list(state.values()), plain_model.state_dict().values())
-    other = Blocks(seed=1)
-    other.load_state_dict(state)
-    assert torch.equal(other(torch.ones(2, 8)), expected_output)
-    with optimizer.gathered([model.blocks[0].up.weight]):
-        assert torch.equal(model.blocks[0].up.weight, state["blocks.0.up.weight"])
-    optimizer.close()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -459,36 +408,6 @@ def test_close_in_the_middle(streams):
         assert_no_trace(model)
 
 
-def test_a_model_trains_on_after_close_and_can_be_prepared_again(streams):
-    plain_model, model = Blocks(), Blocks()
-    plain = adamw(plain_model)
-    train(plain_model, plain, range(6))
-    optimizer = prepare(model, streams=streams)
-    train(model, optimizer, range(2))
-    state = optimizer.state_dict()
-    optimizer.close()
-    own = adamw(model)
-    own.load_state_dict(state)
-    train(model, own, range(2, 4))
-    optimizer = prepare(model, own, streams)
-    train(model, optimizer, range(4, 6))
-    assert_close(values_of(model, optimizer), plain_model.parameters())
-    optimizer.close()
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_a_closed_model_can_be_copied(duplicate):
-    model = Blocks()
-    optimizer = prepare(model)
-    train(model, optimizer, range(2))
-    optimizer.close()
-    other = duplicate(model)
-    assert_equal(list(other.parameters()), list(model.parameters()))
-    loss_of(other, 0).backward()
-    assert other.first.weight.grad is not None
-    assert model.first.weight.grad is None
-
-
 # Neighbours
 
 
@@ -532,21 +451,3 @@ def test_what_people_do_is_as_in_torch(habit, streams):
     assert_close(seen or [], expected or [])
     assert_close(values_of(model, optimizer), plain_model.parameters())
     optimizer.close()
-
-
-def test_inputs_are_cast_and_buffers_keep_their_dtype():
-    class Sees(Block):
-        def forward(self, x: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
-            assert (x.dtype, scale.dtype, ids.dtype) == (torch.bfloat16, torch.bfloat16, torch.int64)
-            return super().forward(x) * scale * self.table[ids].to(x.dtype)
-
-    model = Sees()
-    model.register_buffer("table", torch.rand(4, 1, dtype=torch.float64))
-    optimizer = prepare(model, torch.optim.AdamW(model.parameters()), precision="bf16")
-    optimizer.backward(squared(model(torch.ones(2, 16), scale=torch.tensor(0.5), ids=torch.tensor([1, 3]))))
-    assert model.table.dtype == torch.float64
-    assert not optimizer.step().skipped
-    optimizer.close()
-
-
-# Several ranks

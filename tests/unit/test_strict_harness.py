@@ -85,40 +85,33 @@ import time
 
 import pytest
 
-MADE = []
-
 
 @pytest.fixture(scope="module")
 def made():
-    MADE.append(os.getpid())
-    yield MADE
-
+    return []
 
 def test_passes(made):
     assert "stub" in sys.modules
+    made.append(1)
 
 def test_keeps_the_fixture(made):
-    assert len(made) == 1
+    assert made == [1]
 
 def test_fails():
-    here, there = [1, 2, 3], [1, 2, 4]
-    assert here == there
-
-@pytest.mark.parametrize("value", ["a-b[c]", "d e/f", "\\u00e9"])
-def test_values(value): assert value != "d e/f"
+    assert [1, 2, 3] == [1, 2, 4]
 
 def test_aborts():
     os.write(2, b"why it aborts\\n")
     os.abort()
 
 def test_after_an_abort(made):
-    assert len(made) == 1
+    assert made == []
 
 @pytest.mark.timeout(1)
 def test_hangs():
     time.sleep(100)
 
-def test_is_last(made): ...
+def test_is_last(): ...
 """
 BESIDE = """
 import sys
@@ -143,13 +136,12 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_outcomes(everything: Run) -> None:
     passed = dict.fromkeys(("setup", "call", "teardown"), "passed")
-    for name in ("passes", "keeps_the_fixture", "values[a-b[c]]", "after_an_abort", "is_last", "beside"):
+    for name in ("passes", "keeps_the_fixture", "after_an_abort", "is_last", "beside"):
         assert everything.ended(f"test_{name}") == passed, name
-    for name in ("fails", "values[d e/f]"):
-        assert everything.ended(f"test_{name}") == passed | {"call": "failed"}, name
+    assert everything.ended("test_fails") == passed | {"call": "failed"}
     assert everything.ended("test_broken")["setup"] == "failed"
     assert "only there" in everything.of("test_broken")["setup"]["text"]
-    assert everything.counts.startswith("4 failed, 7 passed, 1 error")
+    assert everything.counts.startswith("3 failed, 5 passed, 1 error")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,7 @@ from penstock.ext.observe.timeline import (
     Wait,
     blame,
     in_turn,
-    merged,
     to_chrome,
-    without,
 )
 from penstock.trace import Label
 
@@ -41,26 +39,6 @@ def words(line: str) -> str:
 def recording(spans: list[trace.TraceSpan], *, stop: float = 10, compute: Any = (), **rest: Any) -> Recording:
     turns = [(when, labelled(text)) for when, text in compute]
     return Recording(0, stop, spans, compute=turns, **rest)
-
-
-class TestIntervals:
-    def test_the_union_is_in_order_and_counts_nothing_twice(self) -> None:
-        assert merged([(5, 6), (0, 2), (1, 3), (3, 4), (1, 2)]) == [(0, 4), (5, 6)]
-
-    @pytest.mark.parametrize(
-        ("holes", "left"),
-        [
-            ([], [(2, 8)]),
-            ([(0, 1), (9, 10)], [(2, 8)]),
-            ([(0, 3), (7, 9)], [(3, 7)]),
-            ([(0, 1), (1, 3), (4, 5), (6, 6.5)], [(3, 4), (5, 6), (6.5, 8)]),
-            ([(1, 9)], []),
-            ([(2, 8)], []),
-            ([(8, 9)], [(2, 8)]),
-        ],
-    )
-    def test_holes_are_cut_out(self, holes: list[tuple[float, float]], left: list[tuple[float, float]]) -> None:
-        assert without((2, 8), holes) == left
 
 
 class TestInTurn:
@@ -140,23 +118,6 @@ class TestSummary:
         summary = TraceTimeline(recording(spans, waits=waits)).summary()
         assert list(summary.waits.items()) == [("gather b (upload)", 4), ("update a (update)", 3)]
         assert {row: use.waited_seconds for row, use in summary.rows.items()} == {"upload": 4, "update": 3}
-
-    @pytest.mark.parametrize(
-        ("busiest", "name"),
-        [
-            ("upload", "host-to-device link"),
-            ("download", "device-to-host link"),
-            ("collective", "links between ranks"),
-            ("update", "host update"),
-            ("read", "NVMe reads"),
-            ("fetch", "NVMe reads"),
-            ("write", "NVMe writes"),
-        ],
-    )
-    def test_the_busiest_resource_binds(self, busiest: str, name: str) -> None:
-        rows = ("upload", "download", "collective", "update", "read", "fetch", "write")
-        spans = [Span(row, "x y", 0, 7 if row == busiest else 3) for row in rows]
-        assert TraceTimeline(recording(spans, compute=[(0, "forward a"), (6, "")])).summary().bound_by == name
 
     def test_reads_and_writes_share_the_disk(self) -> None:
         """Neither is busier than compute; together they are."""

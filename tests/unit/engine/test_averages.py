@@ -31,20 +31,6 @@ def averaged(ema: penstock.EMA, model: nn.Module, optimizer: penstock.Optimizer)
         return values(model, optimizer)
 
 
-def test_decay_is_written_between_updates() -> None:
-    model, optimizer = net(inline)
-    ema = penstock.EMA(optimizer)
-    wanted = values(model, optimizer)
-    for step, decay in enumerate((0.1, 0.5, 0.9)):
-        train(model, optimizer, first=step)
-        ema.decay = decay
-        ema.update()
-        for name, value in values(model, optimizer).items():
-            wanted[name].lerp_(value, 1 - decay)
-    for name, value in averaged(ema, model, optimizer).items():
-        torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("master", ["remainder", "fp32", "none"])
 def test_the_block_shows_the_average_and_gives_every_bit_back(master: str) -> None:
     model, optimizer = net(master=master, **ON_CPU)

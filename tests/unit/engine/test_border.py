@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import penstock
-from penstock.runtime.modes import engine_mode, user_mode
 from penstock.runtime.streams import Streams
 from tests.lib.engines import ON_CPU, ON_NVME, adamw, loss_of, prepare_on, prepared
 from tests.lib.memory import disks
@@ -76,14 +75,27 @@ def under(transform: Callable[..., Any], end: Callable[[Tensor], Tensor]) -> Wit
     return run
 
 
+@contextlib.contextmanager
+def settings() -> Iterator[None]:
+    """All that a thread may be set to: whichever of them reached our side would change a result, or refuse."""
+    with (
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        default(torch.set_default_device, "meta", None),
+        default(torch.set_default_dtype, torch.float64, torch.float32),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def modes() -> Iterator[None]:
+    with torch.no_grad(), NoDispatch(), NoFunction():
+        yield
+
+
 MODES: dict[str, Within] = {
-    "inference_mode": inside(torch.inference_mode),
-    "no_grad": inside(torch.no_grad),
-    "autocast": inside(lambda: torch.autocast("cpu", torch.bfloat16)),
-    "default device": inside(lambda: default(torch.set_default_device, "meta", None)),
-    "default dtype": inside(lambda: default(torch.set_default_dtype, torch.float64, torch.float32)),
-    "dispatch mode": inside(NoDispatch),
-    "function mode": inside(NoFunction),
+    "settings": inside(settings),
+    "modes": inside(modes),
     "torch.func.grad": under(torch.func.grad, torch.sum),
     "torch.func.vmap": under(torch.func.vmap, torch.neg),
 }
@@ -219,7 +231,7 @@ def expected(place: str) -> dict[str, Any]:
         return story(make, Path(folder), directly, storages)
 
 
-@pytest.mark.parametrize(("place", "mode"), [*(("nvme", mode) for mode in MODES), ("device", "dispatch mode")])
+@pytest.mark.parametrize(("place", "mode"), [*(("nvme", mode) for mode in MODES), ("device", "modes")])
 def test_what_the_users_thread_is_in_stays_on_his_side(place: str, mode: str, tmp_path: Path) -> None:
     make, storages = PLACES[place]
     found = story(make, tmp_path, MODES[mode], storages)
@@ -252,23 +264,6 @@ def test_a_dispatch_mode_sees_the_models_operations_alone() -> None:
         seen.append(mode.names)
     theirs, ours = ([name for name in names if "detach" not in name] for names in seen)
     assert ours == theirs
-
-
-def test_a_mode_that_stays_sees_our_operations_too_and_those_above_it_do_not() -> None:
-    below, above = Counting(), Counting()
-    below.stays = True  # type: ignore[attr-defined]
-    with below, above:
-        torch.ones(2).neg()
-        with engine_mode():
-            torch.ones(2).exp()
-            with user_mode():
-                torch.ones(2).sin()
-            torch.ones(2).cos()
-        torch.ones(2).abs()
-    assert [name for name in above.names if "ones" not in name] == [f"aten.{n}.default" for n in ("neg", "sin", "abs")]
-    assert [name for name in below.names if "ones" not in name] == [
-        f"aten.{n}.default" for n in ("neg", "exp", "sin", "cos", "abs")
-    ]
 
 
 def test_an_export_is_the_same_in_every_mode(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import penstock
-from penstock.engine.forward_backward.casts import cast_floating
 from tests.lib.engines import prepared as prepare
 from tests.lib.streams import inline, separate, simulated
 from tests.models.modules_rows import WIDTH, squared
@@ -74,15 +72,6 @@ def test_units_get_their_inputs_in_the_compute_dtype(mode: Any) -> None:
     assert tuple(value.dtype for value in model.blocks[1].inputs) == DTYPES[mode]
 
 
-def test_nothing_is_cast_where_that_is_asked_for() -> None:
-    model = nn.Sequential(Seen(), Seen())
-    _, optimizer = prepared(model, separate, cast_inputs="none")
-    assert model(torch.rand(2, WIDTH)).dtype == torch.float32
-    optimizer.close()
-    with pytest.raises(penstock.ConfigError, match=r"cast_inputs='all'.*'units', 'model', 'none'"):
-        penstock.Options(cast_inputs="all")
-
-
 def test_a_gradient_comes_back_in_the_dtype_of_the_input() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
     _, optimizer = prepared(model, simulated)
@@ -117,19 +106,6 @@ def test_layers_that_take_mixed_dtypes_are_left_to_themselves() -> None:
     prepared(model, inline)
     model(torch.rand(3, WIDTH))
     assert model[0].seen == [torch.float32, torch.float32, BF16]
-
-
-def test_attention_to_itself_stays_that() -> None:
-    """Query, key and value are one tensor, and are after they were cast: torch projects them at once then."""
-    torch.manual_seed(0)
-    attend = nn.MultiheadAttention(WIDTH, 2)
-    x = torch.rand(3, 1, WIDTH)
-    plain = nn.MultiheadAttention(WIDTH, 2)
-    plain.load_state_dict(attend.state_dict())
-    model = nn.Sequential(nn.Identity(), attend)
-    prepared(model, inline, cast_inputs="units")
-    cast = x.bfloat16()
-    assert torch.equal(attend(x, x, x)[0], plain.bfloat16()(cast, cast, cast)[0])
 
 
 class Pair(NamedTuple):
@@ -210,14 +186,6 @@ def test_a_container_with_nothing_to_cast_is_the_callers_own(inner: Seen) -> Non
     _, *got, numbers = inner.inputs
     assert all(a is b for a, b in zip(got, (kept, kept["n"], codes), strict=True))
     assert numbers.dtype == torch.complex64
-
-
-def test_what_is_cast_leaves_the_containers_beside_it_alone() -> None:
-    filled: list[Tensor] = []
-    around, beside = cast_floating(([torch.ones(2), filled], filled), BF16)
-    assert around[0].dtype == BF16
-    assert around[1] is filled
-    assert beside is filled
 
 
 @pytest.mark.parametrize("kind", [Inputs, lambda x: UserDict(x=x)], ids=["dataclass", "user dict"])

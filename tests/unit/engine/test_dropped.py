@@ -186,11 +186,3 @@ def test_a_dropped_worker_finishes_what_was_promised(caplog: pytest.LogCaptureFi
     thread.join()
     assert ran == [1]
     assert caplog.messages == ["Writing failed: no room"]
-
-
-def test_a_closed_worker_takes_nothing_more() -> None:
-    worker = HostWorker("test")
-    worker.close()
-    worker.close()
-    with pytest.raises(penstock.EngineError, match="have ended"):
-        worker.submit(lambda: None)

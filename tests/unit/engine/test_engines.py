@@ -212,31 +212,13 @@ def together(model: nn.Module, optimizers: Sequence[Any], backward: Callable[[Te
             optimizers[1].zero_grad()
 
 
-def adversaries(model: nn.Module, optimizers: Sequence[Any], backward: Callable[[Tensor, Any], None]) -> None:
-    """The second part judges what the first one makes; each has a turn."""
-    maker, judge = optimizers
-    for step in range(TURNS):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        made = model.encoder(x)
-        judge.zero_grad()
-        backward(squared(model.decoder(made.detach()) - 1), judge)
-        judge.step()
-        maker.zero_grad()
-        backward(squared(model.decoder(model.encoder(x))), maker)  # leaves gradients in the judge
-        maker.step()
-    judge.zero_grad()
-
-
-WAYS = {"together": together, "adversaries": adversaries}
-
-
-def prepared_run(way: str, streams: Callable[[], Any], **how: Any) -> dict[str, Tensor]:
+def prepared_run(streams: Callable[[], Any], **how: Any) -> dict[str, Tensor]:
     model = seeded(Both)
     optimizers = [
         prepared(part, streams, stock=lambda _, part=part, lr=lr: adam(part, lr), **how)[1]
         for part, lr in ((model.encoder, 1e-2), (model.decoder, 3e-3))
     ]
-    WAYS[way](model, optimizers, lambda loss, optimizer: optimizer.backward(loss))
+    together(model, optimizers, lambda loss, optimizer: optimizer.backward(loss))
     found = {}
     for part, optimizer in zip(("encoder", "decoder"), optimizers, strict=True):
         for name, parameter in model.get_submodule(part).named_parameters():
@@ -246,22 +228,14 @@ def prepared_run(way: str, streams: Callable[[], Any], **how: Any) -> dict[str, 
     return found
 
 
-def plain_run(way: str) -> dict[str, Tensor]:
+def plain_run() -> dict[str, Tensor]:
     model = seeded(Both)
-    WAYS[way](model, [adam(model.encoder, 1e-2), adam(model.decoder, 3e-3)], lambda loss, _: loss.backward())
+    together(model, [adam(model.encoder, 1e-2), adam(model.decoder, 3e-3)], lambda loss, _: loss.backward())
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def assert_close(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    assert ours.keys() == plain.keys()
-    for name, value in plain.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_parts_of_one_model_train_as_with_two_torch_optimizers(way: str) -> None:
-    first = prepared_run(way, inline)
-    assert_close(first, plain_run(way))
-    for streams, how in ((separate, ON_CPU), (simulated, {**ON_CPU, "overlap": "forward"})):
-        other = prepared_run(way, streams, **how)
-        assert all(torch.equal(other[name], value) for name, value in first.items())
+def test_parts_of_one_model_train_as_with_two_torch_optimizers() -> None:
+    first = prepared_run(inline)
+    torch.testing.assert_close(first, plain_run(), rtol=1e-5, atol=1e-6)
+    other = prepared_run(simulated, **ON_CPU, overlap="forward")
+    assert all(torch.equal(other[name], value) for name, value in first.items())

@@ -4,7 +4,6 @@ import gc
 import os
 import traceback
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from penstock.runtime.streams import Streams
 from tests.lib.engines import ON_CPU, ON_NVME
 from tests.lib.engines import prepared as prepare
 from tests.lib.models import stack
+from tests.lib.refusals import METHODS, call
 from tests.lib.streams import inline, is_released, separate, simulated
 
 WIDTH = 16
@@ -61,16 +61,6 @@ def in_child(work: Callable[[], object]) -> None:
         text = said.read()
     os.waitpid(child, 0)
     assert text == ""
-
-
-#: Of the handle; the plan is a value, which a child may look at.
-METHODS = sorted(name for name in vars(penstock.Optimizer) if not name.startswith("_") and name != "plan")
-
-
-def call(optimizer: penstock.Optimizer, name: str) -> None:
-    """With a number for each argument that it must have: a child is refused before it is looked at."""
-    method = getattr(optimizer, name)
-    method(*(1.0 for given in signature(method).parameters.values() if given.default is given.empty))
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -138,11 +128,10 @@ class Rows(Dataset[Tensor]):
         return torch.full((WIDTH,), float(index))
 
 
-@pytest.mark.parametrize("row", ["cpu", "nvme"])
-def test_workers_of_a_loader_serve_while_the_parent_trains(row: str, tmp_path: Path) -> None:
+def test_workers_of_a_loader_serve_while_the_parent_trains(tmp_path: Path) -> None:
     seen = []
     for workers in (0, 2):
-        model, optimizer = make(row, tmp_path)
+        model, optimizer = make("nvme", tmp_path)
         rows = Rows(model)
         context = "fork" if workers else None
         for _ in range(2):

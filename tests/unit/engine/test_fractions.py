@@ -16,7 +16,7 @@ from penstock.runtime.simulated import SimulatedStreams
 from penstock.runtime.streams import UPLOAD, Event, Work
 from tests.lib.engines import prepared as prepare
 from tests.lib.models import stack
-from tests.lib.streams import SeparateStreams, inline, is_released, separate
+from tests.lib.streams import SeparateStreams, is_released, separate
 
 WIDTH, BLOCKS = 96, 4  # five tiles each
 TILE_BYTES = 4096
@@ -71,26 +71,6 @@ def test_bytes_on_each_tier_are_the_fraction_to_within_a_tile(what: str, tiers: 
         of_first.append(found[0][Tier(tiers[0])])
     assert of_first == sorted(of_first), "more is never less"
     assert all(a < b for a, b in pairwise(of_first)), "tiles are small enough to tell them apart"
-
-
-def test_all_kinds_of_an_optimizer_are_cut_in_one_place() -> None:
-    storage = {"device": 0.45, "cpu": 0.35, "nvme": 0.2}
-    _, optimizer = prepared(inline(), params=storage, grads=storage, optimizer=storage)
-    for unit in optimizer._engine.context.units:
-        cuts = [
-            [(plan.tier, plan.start, plan.stop) for plan in storage.plans]
-            for name, storage in unit.storages.items()
-            if name != "shadow"
-        ]
-        assert all(cut == cuts[0] for cut in cuts)
-
-
-def test_twin_flow_puts_a_ratio_of_the_optimizer_on_the_cpu() -> None:
-    _, optimizer = prepared(inline(), placement=penstock.Placement.twin_flow(0.4))
-    report = optimizer.locations()
-    device, cpu = (report.bytes(kind="optimizer", tier=tier) for tier in ("device", "cpu"))
-    tile = TILE_BYTES // 2 * (BYTES["exp_avg"] + BYTES["exp_avg_sq"])
-    assert abs(cpu - 0.4 * (device + cpu)) <= tile
 
 
 @pytest.mark.parametrize("what", KINDS)

@@ -1,7 +1,6 @@
 """Gathers within their budgets, in the order that was learned."""
 
-from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.engine.forward_backward.gather import Gatherer
-from penstock.engine.forward_backward.order import UsageOrder
-from penstock.engine.unit.unit import Holder, Unit, UnitHolders, UnitState
+from penstock.engine.unit.unit import Unit, UnitState
 from tests.lib.engines import ON_CPU, prepared
 from tests.lib.streams import is_released
 
@@ -133,34 +131,6 @@ def test_what_is_gathered_ahead_and_not_used_is_taken_back() -> None:
     assert model.blocks[3].weight.shape == (WIDTH, WIDTH)
 
 
-LETTERS: Mapping[str, Any] = {letter: SimpleNamespace(letter=letter) for letter in "abcx"}
-
-
-def upcoming(order: UsageOrder) -> str:
-    return "".join(unit.letter for unit in order.upcoming())  # type: ignore[attr-defined]
-
-
-def test_an_order_is_learned_as_uses_came_and_an_empty_pass_teaches_nothing() -> None:
-    order = UsageOrder([LETTERS[letter] for letter in "abc"])
-    assert upcoming(order) == "abc", "a guess, until something was observed"
-    for used, expected in (("ba", "ba"), ("caca", "caca"), ("", "caca")):
-        order.start()
-        for letter in used:
-            order.note(LETTERS[letter])
-        order.finish()
-        assert upcoming(order) == expected
-
-
-def test_what_was_passed_is_not_expected_again_and_what_did_not_finish_teaches_nothing() -> None:
-    order = UsageOrder([LETTERS[letter] for letter in "abcab"])
-    order.start()
-    for used, left in (("a", "bcab"), ("x", "bcab"), ("c", "ab"), ("b", "")):
-        order.note(LETTERS[used])
-        assert upcoming(order) == left
-    order.start()
-    assert upcoming(order) == "abcab"
-
-
 def test_a_unit_that_is_read_in_place_takes_nothing_of_what_may_be_gathered_ahead() -> None:
     """Whether it is up to date when `step` returns differs between ranks; what they gather ahead of use must not."""
     half = {"device": 0.5, "cpu": 0.5}
@@ -173,18 +143,3 @@ def test_a_unit_that_is_read_in_place_takes_nothing_of_what_may_be_gathered_ahea
     gatherer.prefetch(iter([others[1]]))
     assert [u.holding.unit_state for u in (in_place, *others[:2])] == [UnitState.GATHERING] * 3
     gatherer.drop_unused()
-
-
-def test_holders_are_counted_each_for_itself_and_states_follow_a_table() -> None:
-    """So that no unit is released under a reader, or gathered twice into one buffer."""
-    holding = UnitHolders()
-    for holder in (*Holder, *Holder):
-        holding.take(holder)
-    for holder in (*Holder, *Holder):
-        assert holding.is_held
-        holding.drop(holder)
-    assert not holding.is_held
-    with pytest.raises(AssertionError, match="does not hold"):
-        holding.drop(Holder.FORWARD)
-    with pytest.raises(AssertionError, match="OUTDATED -> GATHERED"):
-        holding.become(UnitState.GATHERED)

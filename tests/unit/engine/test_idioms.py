@@ -253,16 +253,6 @@ def test_data_parallel_around_a_prepared_model() -> None:
     model._replicate_for_data_parallel()
 
 
-def test_fully_shard_around_a_prepared_model(group: None) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model, _, optimizer = given_and_prepared()
-    with pytest.raises((EngineError, RuntimeError)):  # noqa: PT012 - at the call, or at the next forward
-        fully_shard(model)
-        loss_of(model)
-    optimizer.close(keep_params=False)
-
-
 def test_a_wrapped_model_is_not_prepared(group: None) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -372,12 +362,6 @@ def test_hooks_of_gradients_see_them_or_are_refused() -> None:
 # Copies of a prepared model and of its parts
 
 
-def stepped_stack(streams: Callable[[], Any] = separate, precision: str = "bf16") -> tuple[Stack, penstock.Optimizer]:
-    model, optimizer = prepared(seeded(Stack), streams, precision=precision, **ON_CPU)
-    step(model, optimizer)
-    return model, optimizer
-
-
 def saved(model: Any) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
@@ -394,7 +378,8 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", [*COPIES, "AveragedModel"])
 def test_released_parameters_are_not_copied(name: str) -> None:
-    model, optimizer = stepped_stack()
+    model, optimizer = stack(separate)
+    step(model, optimizer)
     for part in (model, model.blocks, model.last):
         with pytest.raises(
             penstock.EngineError, match=r"cannot be copied or pickled.*before prepare\(\).*gathered\(\).*penstock\.EMA"
@@ -410,7 +395,8 @@ def test_released_parameters_are_not_copied(name: str) -> None:
 @pytest.mark.parametrize("streams", [inline, separate])
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_is_a_plain_model(name: str, streams: Any) -> None:
-    model, optimizer = stepped_stack(streams, precision="fp32")
+    model, optimizer = stack(streams, "fp32")
+    step(model, optimizer)
     with optimizer.gathered():
         whole, part = COPIES[name](model), COPIES[name](model.blocks[0])
         expected = {key: value.clone() for key, value in model.state_dict().items()}
@@ -458,7 +444,8 @@ def double(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", COPIES)
 def test_a_parameter_is_copied_where_it_is_there(name: str) -> None:
-    model, optimizer = stepped_stack()
+    model, optimizer = stack(separate)
+    step(model, optimizer)
     with pytest.raises(penstock.EngineError, match="which is released"):
         COPIES[name]([model.last.weight])
     with optimizer.gathered():

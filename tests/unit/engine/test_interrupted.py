@@ -56,12 +56,9 @@ def loads(optimizer: penstock.Optimizer, folder: Path) -> None:
 
 CALLS: dict[str, tuple[list[Call], Call]] = {
     "offload": ([], moves(to="cpu")),
-    "to nvme": ([], moves(to="nvme", keep=True)),
     "in flight": ([], moves(to="nvme", non_blocking=True)),
-    "reload": ([moves(to="cpu")], reloads),
     "from nvme": ([moves(to="nvme", keep=True)], reloads),
     "load": ([saves("a")], loads),
-    "save": ([], saves("b")),
     "save beside": ([], saves("c", blocking=False)),
     "save behind a save": ([saves("c", blocking=False)], saves("d", blocking=False)),
 }
@@ -128,14 +125,10 @@ def once(run: Run, name: str, lines: int, error: type[BaseException], folder: Pa
 SAYS = ("Close the optimizer", "close the optimizer", "Load a checkpoint")
 ROWS = [
     ("device", "offload", KeyboardInterrupt),
-    ("late", "to nvme", KeyboardInterrupt),
     ("late", "in flight", KeyboardInterrupt),
-    ("cpu", "reload", KeyboardInterrupt),
     ("device", "from nvme", MemoryError),
-    ("nvme", "load", KeyboardInterrupt),
-    ("device", "save", KeyboardInterrupt),
+    ("cpu", "load", KeyboardInterrupt),
     ("cpu", "save beside", KeyboardInterrupt),
-    ("late", "save behind a save", KeyboardInterrupt),
 ]
 
 
@@ -182,9 +175,7 @@ def test_a_save_beside_training_is_noted_whole_or_not_at_all(name: str, method: 
     run = RUNS["cpu"]
     expected = undisturbed(run)
     places = places_of(run, *CALLS[name], tmp_path / "lines")
-    first = min(number for at, number in places.items() if at.startswith("saving.py") and at.endswith(method))
-    # Calls differ by a few lines, so that its lines are aimed at from some before the first one.
-    for number in range(first - 3, first + 8):
+    for number in [number for at, number in places.items() if at.startswith("saving.py") and at.endswith(method)]:
         assert once(run, name, number, KeyboardInterrupt, tmp_path / str(number), expected) == ""
 
 
@@ -219,14 +210,7 @@ def test_buffers_that_an_interrupt_kept_from_being_made_are_made_when_they_are_n
         optimizer.close()
 
 
-@pytest.mark.parametrize(
-    ("where", "error"),
-    [
-        ("device", KeyboardInterrupt),
-        ("cpu", MemoryError),
-        ("late", MemoryError),
-    ],
-)
+@pytest.mark.parametrize(("where", "error"), [("cpu", MemoryError), ("late", KeyboardInterrupt)])
 def test_an_update_that_ran_out_of_memory_is_told_in_words_where_it_is_met_again(
     where: str, error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

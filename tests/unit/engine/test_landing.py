@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import penstock
-from penstock.config import GRAD, Tier
 from penstock.runtime.accelerator import AcceleratorStreams
 from penstock.runtime.simulated import SimulatedStreams
-from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, ON_DEVICE, UPDATE, Event, HostEvent, Work, across, copy
-from penstock.runtime.topology import Reach
-from penstock.tiers.staging import MEMORY_SLOTS, StagingPlan
-from penstock.tiers.storage import CellPlan, SegmentPlan
+from penstock.runtime.streams import COLLECTIVE, DOWNLOAD, ON_DEVICE, UPDATE, Event, HostEvent, Work
+from penstock.tiers.staging import MEMORY_SLOTS
 from penstock.trace import NO_LABEL, Label
 from tests.lib.engines import TILE_BYTES, prepared
 from tests.lib.models import stack
@@ -127,26 +124,6 @@ def test_gradients_summed_in_fp32_come_down_in_the_reduce_dtype(where: str) -> N
     away = sum(segment.numel for storage in storages for segment in storage.segments if segment.tier != "device")
     assert streams.moved[DOWNLOAD] == 2 * away
     assert all(optimizer.full_grad(p).dtype == torch.float32 for p in model.parameters())
-
-
-def test_a_copy_between_host_and_device_that_casts_is_refused_where_it_is_submitted() -> None:
-    wide, narrow = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)
-    for target, source in ((wide, narrow), (narrow, wide)):
-        with pytest.raises(AssertionError, match="casts nothing"):
-            across(target, source)
-        copy(target, source)  # of one memory
-    far: Tensor = torch.zeros(4, device="meta")
-    with pytest.raises(AssertionError, match="casts nothing"):
-        copy(far, narrow)
-    copy(far, wide)
-
-
-def test_a_rank_without_elements_plans_buffers_of_no_size() -> None:
-    """Of a few matrices that are updated as a whole, a rank may have none."""
-    cell = CellPlan("unit", GRAD, Tier.CPU, torch.bfloat16, 0)
-    gradients = SegmentPlan(GRAD, Tier.CPU, (cell,), 0, 0, 1024)
-    plan = StagingPlan([{GRAD: [gradients]}], reduce_dtype=torch.bfloat16, reach=Reach(False, True))
-    assert sum(segment.nbytes for segment in plan.segments()) == 0
 
 
 # How much of a step goes through a thread of the host

@@ -336,7 +336,7 @@ def test_a_damaged_tile_changes_nothing_once_a_step_was_made(tmp_path: Path) -> 
     assert different(values(model, optimizer), before) == []
 
 
-@pytest.mark.parametrize(("verify", "trained"), [(None, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("verify", "trained"), [(None, True), (False, False)])
 def test_the_newest_that_verifies_is_taken(
     verify: bool | None, trained: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,10 +1,7 @@
 """Memory as a formula: the table, the allocator and the process agree, and close gives everything back."""
 
 import gc
-import json
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from itertools import product
@@ -19,6 +16,7 @@ from penstock.layout import ALIGNMENT_NUMEL
 from penstock.runtime.host_memory import return_free_memory
 from tests.lib.engines import ON_CPU, prepared, train
 from tests.lib.models import stack
+from tests.lib.ranks import run_ranks
 from tests.lib.streams import STREAMS, inline, separate
 
 TIERS = ("device", "cpu")
@@ -74,7 +72,7 @@ def test_gathered_memory_is_in_the_report_while_it_is_held_and_not_longer() -> N
     assert optimizer.locations().bytes(kind="gathered") == 0
 
 
-# The process. It runs alone, since memory that others free or keep would be counted.
+# The process: a new one, since memory that others free or keep would be counted.
 
 WIDTH, LAYERS = 1920, 4
 NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)  # 14.8 M
@@ -119,21 +117,16 @@ def life_of_an_engine(streams: str, keep_params: bool) -> dict[str, int]:
     return found
 
 
+LIVES = (("inline", True), ("separate", False))
+
+
+def lives(rank: int) -> list[dict[str, int]]:
+    return [life_of_an_engine(*life) for life in LIVES]
+
+
 def test_the_process_holds_fourteen_bytes_a_parameter_and_gives_them_back() -> None:
-    lives = (("inline", True), ("separate", False))
-    code = (
-        "import json; from tests.unit.engine import test_memory; "
-        f"print(json.dumps([test_memory.life_of_an_engine(*life) for life in {lives}]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    for (streams, keep_params), found in zip(lives, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    (of_both,) = run_ranks(lives, 1, fresh=True)
+    for (streams, keep_params), found in zip(LIVES, of_both, strict=True):
         assert found["model"] == pytest.approx(4 * NUMEL, rel=0.1), "the process is measured right"
         assert found["report"] == 14 * LAYERS * padded_numel(nn.Linear(WIDTH, WIDTH, device="meta"))
         on_the_way = 0 if streams == "inline" else GATHER_BUDGET + GRADIENT_BUFFERS

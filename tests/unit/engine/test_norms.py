@@ -69,17 +69,6 @@ def test_norms_taken_late_have_the_same_bits(
     assert counts == [len(expected.final["param"])] * 3, "once a step, whatever was accumulated"
 
 
-def test_a_gradient_is_one_operation_in_backward(late: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "penstock.engine.gradients.reduce.deposit_part", lambda *_, **__: pytest.fail("measured in backward")
-    )
-    model, optimizer = small()
-    optimizer.backward(loss_of_batch(model))
-    assert late == []
-    assert optimizer.step().grad_norm > 0
-    assert late == [6]
-
-
 def test_a_parameter_that_gets_two_gradients_in_a_backward_is_measured_as_their_sum(late: list[int]) -> None:
     model, optimizer = small()
     optimizer.backward(loss_of_batch(model) + loss_of_batch(model))
@@ -113,36 +102,6 @@ def test_a_gradient_that_moves_is_measured_before(late: list[int]) -> None:
     model, optimizer = small()
     optimizer.backward(loss_of_batch(model))
     assert optimizer.step().grad_norm == moved
-
-
-def test_zero_grad_forgets_what_was_not_measured(late: list[int]) -> None:
-    model, optimizer = small()
-    optimizer.backward(loss_of_batch(model))
-    optimizer.zero_grad()
-    assert optimizer.step().grad_norm == 0
-    assert late == []
-
-
-def test_gradients_of_a_backward_that_failed_are_measured_with_the_rest(late: list[int]) -> None:
-    model, optimizer = small()
-    handle = model[1].weight.register_hook(lambda grad: pytest.fail("no gradient"))
-    with pytest.raises(pytest.fail.Exception):
-        optimizer.backward(loss_of_batch(model))
-    handle.remove()
-    optimizer.zero_grad()
-    optimizer.backward(loss_of_batch(model))
-    norm = optimizer.step().grad_norm
-    assert late == [6]
-    optimizer.close()
-    model, optimizer = small()
-    optimizer.backward(loss_of_batch(model))
-    assert optimizer.step().grad_norm == norm
-
-
-def test_a_gradient_that_is_not_finite_skips_the_step(late: list[int]) -> None:
-    model, optimizer = small(simulated)
-    optimizer.backward(loss_of_batch(model) * math.inf)
-    assert optimizer.step().skipped
 
 
 @pytest.mark.parametrize("streams", EVERY)

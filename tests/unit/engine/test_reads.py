@@ -162,7 +162,7 @@ def losses(model: nn.Module, backward: Callable[[Tensor], None]) -> list[Tensor]
     return found
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("prepare", "compiled"), [("cpu", True), ("nvme", False)], indirect=["prepare"])
 def test_a_parameter_that_a_forward_has_in_a_list_is_gathered(prepare: Prepare, compiled: bool) -> None:
     model = ReadsList()
     plain = copy.deepcopy(model)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock import files
 from penstock.errors import ConfigError, EngineError
 from penstock.ext.observe.observer import Observer
 from penstock.ext.observe.record import STEPS_BEFORE, STEPS_TRACED
@@ -278,13 +277,6 @@ class TestFile:
         with pytest.warns(UserWarning, match=r"metrics\.jsonl ends here: .*No space left"):
             train(model, optimizer, 1)
         train(model, optimizer, 2)
-
-    def test_what_json_does_not_have_is_text(self) -> None:
-        assert files.to_json({1: {"a": (math.nan, 2.5, {3})}, "path": Path("x"), "flag": True}) == {
-            "1": {"a": [None, 2.5, [3]]},
-            "path": "x",
-            "flag": True,
-        }
 
 
 def record(where: str, begin: int = 0) -> Callable[..., Any]:

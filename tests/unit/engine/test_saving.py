@@ -29,8 +29,6 @@ from tests.lib.models import Blocks
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import Refusal, refused_unchanged, rows
 from tests.lib.streams import late, separate, until_waited_for
-from tests.parity.resuming import SMALL, Other, Run, resumed, saved
-from tests.parity.rows import Arithmetic, Movement
 
 KIB = 1 << 10
 
@@ -78,25 +76,6 @@ def loaded(folder: Path, **how: Any) -> dict[str, Tensor]:
     found = state(model, optimizer)
     optimizer.close()
     return found
-
-
-IN_FILES = Movement(**ON_NVME).but(**SMALL)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(Arithmetic(precision="bf16"), Movement(**ON_CPU).but(**SMALL), separate, Other),
-        Run(Arithmetic(precision="bf16"), Movement(optimizer="cpu", overlap="backward").but(**SMALL), late),
-        Run(Arithmetic(clip=0.5), IN_FILES, late),
-    ],
-    ids=str,
-)
-def test_beside_training_both_are_exact(run: Run, tmp_path: Path) -> None:
-    at_once = saved(run, tmp_path / "a", steps=2)
-    beside = saved(run, tmp_path / "b", blocking=False, steps=2)
-    assert beside.otherwise(at_once) == []
-    assert resumed(run, tmp_path / "b", steps=2).otherwise(at_once) == []
 
 
 def test_an_update_waits_until_its_tiles_are_copied(gate: Gate, tmp_path: Path) -> None:
@@ -427,36 +406,25 @@ EXTRA: dict[str, Any] = {
     "bytes": [b"", bytes(range(256))],
     "tuple": ((), (1, (2, [3]))),
     "dict": {1: "one", (2, 3): {"!": "not a tag"}, None: {}, "!": 4, 1.5: b"x"},
-    "ordered": OrderedDict(b=1, a=2),
     "dtypes": [torch.arange(6).reshape(2, 3).to(d) for d in (torch.float64, torch.bfloat16, torch.int8, torch.bool)],
     "shapes": [torch.tensor(3.5), torch.empty(0, 4), torch.ones(2, 3).t(), torch.ones(1).expand(5)],
-    "parameter": nn.Parameter(torch.ones(2)),
 }
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    if isinstance(theirs, Tensor):
-        return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(ours, theirs)
-    if isinstance(theirs, dict):
-        return list(ours) == list(theirs) and all(same(ours[k], v) for k, v in theirs.items())
-    if isinstance(theirs, list | tuple):
-        alike = type(ours) is type(theirs) and len(ours) == len(theirs)
-        return alike and all(same(a, b) for a, b in zip(ours, theirs, strict=True))
-    return type(ours) is type(theirs) and repr(ours) == repr(theirs)
 
 
 def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     _, optimizer = after_steps(0)
     tensor = torch.zeros(3)
-    optimizer.save(tmp_path / "a", extra=EXTRA | {"tensor": tensor}, blocking=False)
+    more = {"tensor": tensor, "parameter": nn.Parameter(torch.ones(2)), "ordered": OrderedDict(b=1, a=2)}
+    optimizer.save(tmp_path / "a", extra=EXTRA | more, blocking=False)
     tensor.fill_(1)  # it was copied
     optimizer.synchronize()
     found = optimizer.load(tmp_path / "a")
     optimizer.close()
-    assert list(found.pop("tensor")) == [0, 0, 0]
+    plain = [torch.zeros(3), torch.ones(2), {"b": 1, "a": 2}]
+    assert repr([found.pop(name) for name in more]) == repr(plain)
     assert list(found) == list(EXTRA)
     for name, value in EXTRA.items():
-        assert same(found[name], value), name
+        assert repr(found[name]) == repr(value), name
 
 
 class Custom:

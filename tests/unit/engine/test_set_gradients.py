@@ -84,26 +84,7 @@ def test_moves_bring_nothing_of_the_last_step_back(
     pair.backward([0, 1, 2], seed=0)
     pair.check()
     pair.zero()
-    # Between micro-batches
-    pair.backward([0, 1], seed=1)  # leaves the third without
-    pair.optimizer.offload_states({"grad"}, to)
-    pair.backward([1, 0], seed=2)
-    pair.check()
-    pair.zero()
-    pair.backward([2], seed=3)
-    pair.optimizer.reload_states()
-    pair.backward([0, 2], seed=4)
-    pair.check()
-    pair.zero()
-    pair.backward([0], seed=5)
-    pair.optimizer.offload_states({"grad"}, to)
-    pair.check()
-    pair.zero()
     # Inside backward: some gradients of a unit have gone straight home, the others come after the move
-    pair.optimizer.reload_states()
-    pair.backward([0, 1, 2], seed=0)
-    pair.check()
-    pair.zero()
     moved = []
 
     def move(parameter: Tensor) -> None:
@@ -169,29 +150,6 @@ def half_frozen() -> tuple[nn.Sequential, penstock.Optimizer]:
     model = stack(layers=2, width=SMALL)
     model[1].requires_grad_(False)
     return prepared(model, stock=lambda p: torch.optim.SGD(p, lr=0.1))
-
-
-@pytest.mark.parametrize("verb", ["step", "clip_grad_norm_"])
-def test_a_gradient_set_by_hand_is_the_gradient(verb: str) -> None:
-    model, optimizer = half_frozen()
-    before = [optimizer.full_param(p) for p in model.parameters()]
-    model[0].weight.grad = torch.ones(SMALL, SMALL)
-    if verb == "clip_grad_norm_":
-        assert float(optimizer.clip_grad_norm_(2 * SMALL)) == SMALL
-    assert torch.equal(optimizer.full_grad(model[0].weight), torch.ones(SMALL, SMALL))
-    assert optimizer.step().grad_norm == SMALL
-    torch.testing.assert_close(optimizer.full_param(model[0].weight), before[0] - 0.1)
-    assert torch.equal(optimizer.full_param(model[0].bias), before[1])
-
-
-@pytest.mark.parametrize("through_the_model", [False, True])
-def test_zero_grad_forgets_them(through_the_model: bool) -> None:
-    model, optimizer = half_frozen()
-    model[0].weight.grad = torch.ones(SMALL, SMALL)
-    model[1].weight.grad = torch.ones(SMALL, SMALL)  # frozen: as in torch, nobody asks
-    (model if through_the_model else optimizer).zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-    assert optimizer.step().grad_norm == 0
 
 
 def test_a_gradient_set_before_a_backward_is_part_of_it() -> None:

@@ -79,19 +79,6 @@ class TimedStreams(SeparateStreams):
         return super().submit(stream, timed if stream in (UPDATE, DEVICE_UPDATE) else work, **rest)
 
 
-def test_a_side_without_tiles_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = Sides(1.0, 1.0)
-    sharing = UpdateSharing("auto", TimedStreams(sides), lambda _: 1)
-    before = sharing.share
-    for _ in range(STEPS):
-        sides.begin(monkeypatch)
-        (tile,) = sharing.divide(tiles(1))
-        sides.take(streamed=tile.streamed)
-        if tile.then is not None:
-            tile.then()
-    assert sharing.share == before
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.5, "half", None, True, float("nan")])
 def test_other_shares_are_refused(share: object) -> None:
     with pytest.raises(ConfigError, match=r"streamed_updates=.*number from 0 to 1"):
@@ -180,16 +167,6 @@ def test_a_stretch_ends_where_the_device_takes_no_more_and_a_rest_is_shorter() -
     assert stretched(1.0, 8, 4, Tier.DEVICE) == "h" * 8, "the device's own"
 
 
-def test_a_stretch_of_neighbours_has_their_runs_joined_where_they_meet() -> None:
-    (whole,) = UpdateSharing(1.0, separate(), lambda _: 3).divide(
-        [
-            TileUpdate(None, n, Tier.CPU, [UpdateRun(100 * n, 100 * n + 100, step_scalars)], 1.0, DONE, divisible=True)  # type: ignore[arg-type]
-            for n, step_scalars in enumerate("aab")
-        ]
-    )
-    assert [(run.start, run.stop, run.step_scalars) for run in whole.runs] == [(0, 200, "a"), (200, 300, "b")]
-
-
 TILE = 2048  # elements
 #: A ring beside the host for gradients in two slots, and one on the device for all of an update in three.
 RINGS = {"cpu": (0.0, "device", 2 * TILE * 2), "device": (1.0, "cpu", 3 * TILE * (2 + 2 + 2 + 8))}
@@ -218,7 +195,6 @@ def test_rings_hold_stretches_as_far_as_their_memory_goes(
 # Updates in stretches of tiles, where compute reaches them
 
 SIDE, LAYERS = 64, 3
-WEIGHT = SIDE * SIDE
 TILE_BYTES = 4096  # a weight of 16 KiB in fp32 is 4 tiles
 
 
@@ -255,38 +231,6 @@ def stepped(model: nn.Module, optimizer: penstock.Optimizer, used: int = LAYERS)
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("streams", [inline, separate])
-def test_whole_units_are_one_segment_each_and_all_of_them_one_call(
-    streams: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = stretched_engine(streams())
-    calls = Calls(monkeypatch, optimizer)
-    stepped(model, optimizer)
-    (numels,) = calls.numels
-    assert len(numels) == len(optimizer._engine.context.units)
-    assert sum(numels) >= LAYERS * (WEIGHT + SIDE), "with the gaps between parameters"
-
-
-def test_groups_cut_segments_and_tiles_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = stretched_engine(groups=2)
-    calls = Calls(monkeypatch, optimizer)
-    stepped(model, optimizer)
-    (numels,) = calls.numels
-    assert numels == [WEIGHT, SIDE] * LAYERS
-
-
-def test_a_parameter_without_gradient_cuts_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = stretched_engine()
-    model[1].bias.requires_grad_(False)
-    model[0].weight.requires_grad_(False)
-    before = [optimizer.full_param(p) for p in (model[1].bias, model[0].weight)]
-    calls = Calls(monkeypatch, optimizer)
-    stepped(model, optimizer)
-    assert sum(sum(numels) for numels in calls.numels) < (LAYERS - 1) * (WEIGHT + 256) + 256
-    for p, value in zip((model[1].bias, model[0].weight), before, strict=True):
-        assert torch.equal(optimizer.full_param(p), value)
-
-
 def calls_across_a_cut(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[int], list[list[int]]]:
     """Of a stepped: the segments of the call for all that is on the device, and those of the host's calls."""
     half = {"device": 0.5, "cpu": 0.5}
@@ -314,21 +258,3 @@ def test_a_call_of_the_host_has_no_more_elements_than_a_stretch(monkeypatch: pyt
     monkeypatch.setattr(transfer, "STRETCH_NUMEL", 2 * tile)
     _, on_host = calls_across_a_cut(monkeypatch)
     assert max(map(sum, on_host)) == 2 * tile
-
-
-BY_TILES: dict[str, dict[str, Any]] = {
-    "asked in backward": {"optimizer": "cpu", "grads": "cpu", "overlap": "backward"},
-    "shared with the device": {"optimizer": "cpu", "grads": "cpu", "streamed_updates": 0.25},
-    "gradients that come through a ring, whose slots are tiles": {"grads": "cpu"},
-}
-
-
-@pytest.mark.parametrize("how", BY_TILES.values(), ids=BY_TILES)
-def test_tiles_are_updated_one_by_one_where_each_is_asked_for(
-    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = stretched_engine(**how)
-    calls = Calls(monkeypatch, optimizer)
-    stepped(model, optimizer)
-    assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4
-    assert len(calls.numels) > 4 * LAYERS

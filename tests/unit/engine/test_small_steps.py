@@ -12,7 +12,6 @@ import penstock
 from penstock.engine.forward_backward.forward import Forward
 from penstock.engine.forward_backward.order import ForwardCall
 from penstock.engine.unit.unit import Unit
-from penstock.rules.fused import FusedRule
 from tests.lib.engines import ON_CPU, loss_of, prepared, train
 from tests.lib.models import WIDTH, Blocks
 
@@ -66,26 +65,6 @@ def test_the_engine_is_told_of_units_and_not_of_their_layers(told: list[str]) ->
     assert not any(holders(optimizer).values())
 
 
-def test_nor_where_a_block_runs_again_in_backward(told: list[str]) -> None:
-    model, optimizer = told_of(recomputes=False)
-    loss = loss_of(model)
-    told.clear()
-    optimizer.backward(loss)
-    assert told == ["Block", "Block"]
-    assert not any(holders(optimizer).values())
-
-
-def test_a_layer_that_is_called_alone_is_told_of(told: list[str]) -> None:
-    model, optimizer = told_of()
-    x = torch.ones(4, WIDTH)
-    with optimizer.gathered():
-        layer = model.blocks[1].up
-        expected = linear(x, layer.weight.clone(), layer.bias.clone())
-    assert torch.equal(model.blocks[1].up(x), expected)
-    assert told == ["Linear"]
-    assert not any(holders(optimizer).values())
-
-
 def test_a_layer_is_told_of_after_an_interrupt_left_the_forward_of_its_block(told: list[str]) -> None:
     model, optimizer = told_of()
 
@@ -111,22 +90,3 @@ def test_what_a_module_reads_of_its_parts_is_held_until_its_end_and_no_longer() 
     with torch.no_grad():
         loss_of(model)
     assert held == [0]
-
-
-def test_a_group_is_read_once_a_step_whatever_the_number_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    step_scalars = FusedRule.step_scalars
-
-    def noted(self: FusedRule, *given: Any, **named: Any) -> Any:
-        read.append(1)
-        return step_scalars(self, *given, **named)
-
-    monkeypatch.setattr(FusedRule, "step_scalars", noted)
-    counts = []
-    for blocks in (1, 3):
-        model, optimizer = told_of(blocks)
-        optimizer.backward(loss_of(model))
-        read.clear()
-        optimizer.step()
-        counts.append(len(read))
-    assert counts[0] == counts[1]

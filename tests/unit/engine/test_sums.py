@@ -163,18 +163,6 @@ def kinds_of(transfer: Transfer) -> str:
     return transfer.what.split(" of ")[0]
 
 
-def test_updates_in_backward_are_summed_too(transfers: list[Transfer]) -> None:
-    model, optimizer = Row("", overlap="backward").prepare()
-    iterate(model, optimizer)
-    optimizer.synchronize()
-    del transfers[:]
-    iterate(model, optimizer)
-    optimizer.synchronize()
-    of_updates = [transfer for transfer in transfers if "exp_avg" in transfer.what]
-    assert of_updates
-    assert not any(transfer._native.checksum for transfer in of_updates)
-
-
 @pytest.mark.parametrize("row", OTHERS, ids=lambda row: row.name)
 def test_other_updates_sum_as_they_did(row: Row, transfers: list[Transfer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordChecksums, "of", lambda *_: pytest.fail("nothing is summed in passing"))
