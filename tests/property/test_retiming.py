@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ from tests.lib.paper import Machine, Rates, Script
 STREAMS = ("upload", "download", "update", "read", "write", "device update")
 FILES = ("read", "write")
 SHARED = {"memory": (*STREAMS, "compute"), "link": ("upload", "download"), "disk": FILES}
-RATES = (*STREAMS, "compute", *SHARED)
 SPEEDS = st.sampled_from((1.0, 2.0, 3.0, 5.0))
 
 
@@ -50,22 +48,6 @@ def machines(draw: st.DrawFn) -> Rates:
     rates = {name: draw(SPEEDS) for name in (*STREAMS, "compute")}
     latencies = [draw(st.sampled_from((0.0, 0.25))) for _ in range(4)]
     return Rates(rates, {name: (draw(SPEEDS), streams) for name, streams in SHARED.items()}, *latencies)
-
-
-def faster(machine: Rates, name: str, factor: float) -> Rates:
-    if name in machine.rates:
-        return replace(machine, rates={**machine.rates, name: machine.rates[name] * factor})
-    rate, streams = machine.shared[name]
-    return replace(machine, shared={**machine.shared, name: (rate * factor, streams)})
-
-
-def at_scale(machine: Rates, factor: float) -> Rates:
-    """All figures of a machine so many times as good."""
-    scaled = machine
-    for name in RATES:
-        scaled = faster(scaled, name, factor)
-    latencies = {name: getattr(machine, name) / factor for name in ("latency", "submit", "enqueue", "wake")}
-    return replace(scaled, **latencies)
 
 
 def critical_path(program: Program, costs: Rates) -> float:
@@ -121,16 +103,6 @@ def test_no_capacity_does_more_than_it_can(program: Program, costs: Rates) -> No
                     for name, share in each.uses.items():
                         loads[name] += share * each.seconds
             assert all(load <= (stop - start) * (1 + 1e-6) + 1e-9 for load in loads.values())
-
-
-@examples(40)
-@given(programs(), machines(), st.sampled_from((0.25, 1 / 3, 0.7, 2.0, 3.0, 1e6)))
-def test_all_figures_so_many_times_as_good_divide_the_time(program: Program, costs: Rates, factor: float) -> None:
-    timing, scaled = retime(program, costs), retime(program, at_scale(costs, factor))
-    assert scaled.step_s == pytest.approx(timing.step_s / factor, rel=1e-9)
-    for span, other in zip(timing.recording.spans, scaled.recording.spans, strict=True):
-        assert (other.start, other.stop) == pytest.approx((span.start / factor, span.stop / factor), rel=1e-9, abs=0)
-        assert other.inline == span.inline
 
 
 @given(
