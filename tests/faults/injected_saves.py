@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import mmap
+import multiprocessing
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from penstock import construct
 from penstock.checkpoint.format import MARKER, files_of
 from penstock.checkpoint.reader import checkpoints_in
 from penstock.runtime import host_memory
+from tests.lib import ranks
 from tests.lib.engines import prepared, state, train
 from tests.lib.models import stack
 from tests.lib.ranks import run_ranks
@@ -30,6 +32,8 @@ from tests.lib.streams import inline
 PROCESS = os.getpid()
 host_memory.MADV_WIPEONFORK = mmap.MADV_NORMAL  # type: ignore[misc]
 construct.in_child = lambda owner, do: None  # type: ignore[assignment]
+# Ranks are children of this process, too: it has all that they would import.
+ranks._context = lambda backend="gloo": multiprocessing.get_context("fork")
 
 shim = ctypes.CDLL(None)
 shim.crash_name.restype = ctypes.c_char_p
