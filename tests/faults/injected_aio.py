@@ -222,19 +222,6 @@ def test_a_signal_interrupts_a_wait_and_the_transfer_goes_on(file: File) -> None
         signal.signal(signal.SIGALRM, before)
 
 
-def test_closing_waits_for_what_is_in_flight(tmp_path: Path) -> None:
-    source = memory(NBYTES, seed=3)
-    with Queue(2, chunk_bytes=CHUNK_BYTES) as queue:
-        file = File(queue, tmp_path / "file", NBYTES)
-        fault("write", 1, ALWAYS, held=True)
-        file.write(0, source)
-        native = file._native
-        threading.Timer(0.1, fault, ("write", ALWAYS)).start()
-        file.close()
-        assert native.bytes_written == NBYTES
-    assert (tmp_path / "file").read_bytes() == source.numpy().tobytes()
-
-
 def test_a_forked_child_neither_hangs_nor_touches_the_file(tmp_path: Path) -> None:
     source, into = memory(NBYTES, seed=4), memory(NBYTES)
     with Queue(2, chunk_bytes=CHUNK_BYTES) as queue, File(queue, tmp_path / "file", 2 * NBYTES) as file:

@@ -1,7 +1,6 @@
 """Disks and files that fail for real while a model trains on them, and processes that end meanwhile."""
 
 import errno
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ import torch
 import penstock
 from tests.accounts import swap_files
 from tests.faults.failing_files import Faults, small_rings
-from tests.faults.test_training import KIND_NAMES, ROWS, Row, check_error, equal, name, nothing_stays, trained
+from tests.faults.test_training import KIND_NAMES, ROWS, Row, check_error, equal, name, nothing_stays
 from tests.lib.engines import prepare_on
 from tests.lib.processes import kill_once_it_says_so
 from tests.lib.streams import inline
@@ -140,28 +139,6 @@ def flip(path: Path, offset: int) -> None:
         file.seek(offset)
         file.write(bytes([byte ^ 1]))
         os.fsync(file)
-
-
-def test_without_checksums_a_flipped_bit_is_trained_with(tmp_path: Path) -> None:
-    row = Row(optimizer="nvme", checksums=False)
-    with after_one_step(row, tmp_path) as (model, optimizer):
-        for path in swap_files(tmp_path):
-            for offset in range(0, path.stat().st_size, 64):
-                flip(path, offset + 1)
-        row.iterate(model, optimizer)
-    assert not equal(model, trained(1, 2))
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-def test_a_file_system_without_direct_io(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.runtime.aio._set_direct", lambda descriptor: False)
-    with caplog.at_level(logging.WARNING, "penstock"), after_one_step(EVERYTHING, tmp_path) as (model, optimizer):
-        EVERYTHING.iterate(model, optimizer)
-    (said,) = caplog.messages
-    assert said.startswith(f"No direct I/O on the file system of {tmp_path}")
-    assert equal(model, trained(2, 2))
 
 
 def test_a_training_process_that_is_killed(tmp_path: Path) -> None:
