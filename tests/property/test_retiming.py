@@ -7,13 +7,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.planner.cost import MachineCosts
 from penstock.planner.simulation.fair_share import fair_speeds
-from penstock.planner.simulation.program import Program, ProgramJob, WorkKind
+from penstock.planner.simulation.program import Program, WorkKind
 from penstock.planner.simulation.retime import busiest, retime
-from penstock.trace import Label
 from tests.lib.fuzz import examples
-from tests.lib.paper import Machine, Rates, Script
+from tests.lib.paper import Rates, Script
 
 STREAMS = ("upload", "download", "update", "read", "write", "device update")
 FILES = ("read", "write")
@@ -126,32 +124,3 @@ def test_speeds_are_max_min_fair(uses: list[Mapping[str, float]]) -> None:
             and all(speed >= other - 1e-6 for other, theirs in zip(speeds, uses, strict=True) if name in theirs)
             for name in each
         )
-
-
-WAYS = {"h2d": "upload", "d2h": "download"}
-STATED = st.floats(1.0, 50.0)
-
-
-def feasible(figures: Mapping[str, float], up: float, down: float) -> bool:
-    """Whether a link goes so many bytes/s both ways at once."""
-    costs, program = MachineCosts(Machine(**figures)), Script("accelerator").program()
-    used = defaultdict[str, float](float)
-    for (way, stream), rate in zip(WAYS.items(), (up, down), strict=True):
-        taken = costs.job(ProgramJob(stream, Label(), 100), program)
-        for name, share in taken.uses.items():
-            used[name] += share * taken.seconds * rate / 100
-        used[way] += rate / figures[way]
-    return all(load <= 1 + 1e-9 for load in used.values())
-
-
-@given(STATED, STATED, STATED, st.sampled_from(("h2d", "d2h", "duplex")), st.floats(1.0, 4.0), STATED, STATED)
-def test_what_a_link_does_at_once_a_faster_one_does(
-    h2d: float, d2h: float, duplex: float, name: str, factor: float, up: float, down: float
-) -> None:
-    figures = {"h2d": h2d, "d2h": d2h, "duplex": duplex}
-    if feasible(figures, up, down):
-        assert feasible({**figures, name: figures[name] * factor}, up, down)
-    assert feasible(figures, h2d, 0)
-    assert feasible(figures, 0, d2h)
-    half = min(duplex / 2, h2d, d2h)
-    assert feasible(figures, half, half)
