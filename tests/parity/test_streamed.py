@@ -12,12 +12,12 @@ from penstock.engine.step.update import TileUpdate, Updater, _storages
 from penstock.runtime.streams import DEVICE_UPDATE, UPDATE, Event, Streams, Work
 from penstock.tiers import staging
 from tests.lib.streams import SeparateStreams, late, separate
-from tests.parity.compare import otherwise
-from tests.parity.rows import Arithmetic, Movement, batches, loss_of, prepared, shares
+from tests.parity.compare import bits
+from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, prepared, shares, train
 
 KIB = 1 << 10
 STEPS = 2
-ON_DEVICE = Movement()
+WHAT = Arithmetic(precision="bf16", accumulation=3, clip=0.5)
 HALF = shares(device=0.5, cpu=0.5)
 THREE_WAYS = shares(device=0.3, cpu=0.4, nvme=0.3)
 
@@ -53,8 +53,9 @@ def test_stretches_of_tiles_change_no_bit(streams: Callable[[], Streams], monkey
     down, up = Movement(3, "device", "cpu", "device"), Movement(2, "device", "device", "cpu", "none")
     both = Movement(3, "cpu", "device", "cpu", "forward")
     moved = MOVEMENTS if streams is separate else MOVEMENTS[::2]
-    rows = [(streams, how) for how in (*moved, *(how.but(tile_bytes=4 * KIB) for how in (down, up, both)))]
-    assert otherwise(Arithmetic(precision="bf16", accumulation=3, clip=0.5), rows, ON_DEVICE, steps=STEPS) == []
+    at_once = [bits(train(WHAT, Movement(stage), steps=STEPS)) for stage in range(4)]
+    for how in (*moved, *(how.but(tile_bytes=4 * KIB) for how in (down, up, both))):
+        assert bits(train(WHAT, how, streams=streams(), steps=STEPS)) == at_once[how.stage], changed(how)
     assert all(max(counts) > 2 for counts in seen.values())
 
 
