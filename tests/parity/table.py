@@ -145,7 +145,7 @@ def rows_of_one() -> list[dict[str, Any]]:
     few = {name: values[:1] for name, values in ARITHMETIC.items()}
     few |= {"precision": ("bf16",), "clip": ("no", "prepare"), "micro-batches": (2,), "no_sync": (True,)}
     few |= {"streams": (simulated, released), "overlap": ("none", "forward", "backward")}
-    few |= {"moves": ("no", "between steps", "in forward", "in backward"), "resumed": ("no",)}
+    few |= {"moves": ("no", "between steps", "in backward"), "resumed": ("no",)}
     return covering({**FEATURES, **few}, risky=RISKY, fits=fits, first=pairs, seed=5)
 
 
