@@ -53,7 +53,7 @@ FAULTS = {
         "engine/forward_backward/gather.py",
         "unit.event.wait()  # site gather.over",
         "pass  # site gather.over",
-        ["tests/parity/test_simulated.py"],
+        ["tests/property/test_sequences.py::test_one_trajectory"],
     ),
     "a tile is skipped": Fault(
         1,

@@ -9,7 +9,6 @@ values and other devices as bools: a simulation counts it too high.
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,42 +19,10 @@ from penstock.planner.simulation.simulate import Setup, loss_of
 from penstock.rules import device as device_rules
 from tests.device.running import strict
 from tests.parity.rows import INPUTS, Movement, Net, shares
-from tests.parity.test_simulation import Row, optimizer_of
+from tests.parity.test_simulation import Row, models, optimizer_of
 from tests.simulations import as_simulated, run_really, simulated
 
 ABOVE, BELOW = 0.03, 0.02
-
-TEXT = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "use_cache": False}
-TEXT |= {"intermediate_size": 256, "hidden_act": "relu", "attn_implementation": "eager"}
-
-
-def net() -> nn.Module:
-    return Net(128, 3)
-
-
-def llama(recompute: bool = False, **changes: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(LlamaConfig(**TEXT, num_hidden_layers=3, **changes))
-    if recompute:
-        model.gradient_checkpointing_enable()
-    return model.train()
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_embd": 128, "n_layer": 3, "n_head": 4, "vocab_size": 256, "n_positions": 64}
-    return GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager", bos_token_id=0, eos_token_id=0)).train()
-
-
-def moe() -> nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
-    # Each expert by itself: the strict device lacks an operation of grouped ones.
-    config = Qwen3MoeConfig(**TEXT, **experts, num_hidden_layers=2, experts_implementation="eager")
-    return Qwen3MoeForCausalLM(config).train()
 
 
 def text() -> dict[str, Tensor]:
@@ -63,13 +30,11 @@ def text() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+TEXTS = models(128, 256, layers=3, experts="eager", hidden_act="relu", attn_implementation="eager")
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
-    "net": (net, lambda: torch.ones(64, INPUTS)),
-    "llama": (llama, text),
-    "recomputed": (partial(llama, recompute=True), text),
-    "tied": (partial(llama, tie_word_embeddings=True), text),
-    "gpt2": (gpt2, text),
-    "moe": (moe, text),
+    "net": (lambda: Net(128, 3), lambda: torch.ones(64, INPUTS)),
+    # Each expert by itself: the strict device lacks an operation of grouped ones.
+    **{name: (make, text) for name, make in TEXTS.items()},
 }
 
 TILES = (("tile_bytes", 64 << 10),)

@@ -51,11 +51,8 @@ def same(ours: list[Tensor], others: list[Tensor]) -> None:
 
 
 ROWS = {
-    "on device": ON_DEVICE,
     "optimizer on device": Movement(params="cpu", grads="cpu").but(tile_bytes=4 * KIB),
-    "in backward": replace(OPTIMIZER_ON_CPU, overlap="backward"),
     "all in backward": replace(ON_CPU, overlap="backward"),
-    "streamed": ON_CPU.but(streamed_updates=0.5),
     "streamed from files": IN_FILES.but(streamed_updates=1.0),
     "in parts": Movement(
         params=shares(device=0.4, cpu=0.3, nvme=0.3),

@@ -25,11 +25,14 @@ shim = ctypes.CDLL(None)
 
 
 def fault(
-    kind: str, first: int = 1, last: int | None = None, *, error: int = 0, limit: int = -1, delay_ms: int = 0
+    kind: str, first: int = 1, last: int | None = None, *, error: int = 0, limit: int = -1, held: bool = False
 ) -> None:
-    """Calls `first` to `last` (the same, unless given) of pread ("read") or pwrite ("write") go wrong."""
+    """Calls `first` to `last` (the same, unless given) of pread ("read") or pwrite ("write") go wrong.
+
+    Those that are `held` go on when this is called again.
+    """
     last = first if last is None else last
-    shim.fault_set(kind == "write", *map(ctypes.c_long, (first, last)), error, *map(ctypes.c_long, (limit, delay_ms)))
+    shim.fault_set(kind == "write", *map(ctypes.c_long, (first, last)), error, ctypes.c_long(limit), held)
 
 
 def calls(kind: str) -> int:
@@ -159,24 +162,39 @@ def test_one_of_many_fails_and_the_others_do_not(tmp_path: Path, depth: int) -> 
             assert torch.equal(source, into) == (i not in failed)
 
 
+class Slices:
+    """A native transfer of which it is counted how often it was waited for."""
+
+    def __init__(self, native: object) -> None:
+        self.native, self.count = native, 0
+
+    def wait(self, milliseconds: int) -> bool:
+        self.count += 1
+        return self.native.wait(milliseconds)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.native, name)
+
+
 def test_waiting_lets_other_python_threads_run(file: File) -> None:
-    ticks, stop = 0, threading.Event()
-
-    def tick() -> None:
-        nonlocal ticks
-        while not stop.is_set():
-            time.sleep(0.001)
-            ticks += 1
-
-    fault("read", 1, delay_ms=1000)
-    thread = threading.Thread(target=tick)
-    thread.start()
+    """The read goes on when another thread has run often in one slice of the wait."""
+    fault("read", 1, held=True)
     transfer = file.read(0, memory(PAGE_BYTES))
     assert not transfer.done()
+    transfer._native = slices = Slices(transfer._native)
+
+    def run_often() -> None:
+        times, slice_of_them = 0, 0
+        while times < 20:
+            time.sleep(0.001)
+            times = times + 1 if slices.count == slice_of_them > 0 else 0
+            slice_of_them = slices.count
+        fault("read", ALWAYS)
+
+    thread = threading.Thread(target=run_often)
+    thread.start()
     transfer.wait()
-    stop.set()
     thread.join()
-    assert ticks > 20  # ten of the waits' slices, had each kept the interpreter
 
 
 class AlarmError(Exception):
@@ -190,12 +208,13 @@ def test_a_signal_interrupts_a_wait_and_the_transfer_goes_on(file: File) -> None
     before = signal.signal(signal.SIGALRM, handler)
     try:
         into = memory(NBYTES)
-        fault("read", 1, delay_ms=1500)
+        fault("read", 1, held=True)
         transfer = file.read(0, into)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(AlarmError):
             transfer.wait()
         assert not transfer.done()
+        fault("read", ALWAYS)
         transfer.wait()
         assert torch.equal(into, memory(NBYTES, seed=1))
     finally:
@@ -203,27 +222,13 @@ def test_a_signal_interrupts_a_wait_and_the_transfer_goes_on(file: File) -> None
         signal.signal(signal.SIGALRM, before)
 
 
-def test_closing_waits_for_what_is_in_flight(tmp_path: Path) -> None:
-    source = memory(NBYTES, seed=3)
-    with Queue(2, chunk_bytes=CHUNK_BYTES) as queue:
-        file = File(queue, tmp_path / "file", NBYTES)
-        fault("write", 1, ALWAYS, delay_ms=100)
-        file.write(0, source)
-        native = file._native
-        assert native is not None
-        file.close()
-        assert native.bytes_written == NBYTES
-    assert (tmp_path / "file").read_bytes() == source.numpy().tobytes()
-    fault("write", ALWAYS)
-
-
 def test_a_forked_child_neither_hangs_nor_touches_the_file(tmp_path: Path) -> None:
     source, into = memory(NBYTES, seed=4), memory(NBYTES)
     with Queue(2, chunk_bytes=CHUNK_BYTES) as queue, File(queue, tmp_path / "file", 2 * NBYTES) as file:
         file.write(0, source).wait()
-        fault("read", 1, ALWAYS, delay_ms=300)
         ended = file.read(NBYTES, memory(PAGE_BYTES))
         ended.wait()
+        fault("read", 1, ALWAYS, held=True)
         transfer = file.read(0, into)
         child = os.fork()
         if child == 0:
@@ -244,9 +249,9 @@ def test_a_forked_child_neither_hangs_nor_touches_the_file(tmp_path: Path) -> No
                 code = 0
             finally:
                 os._exit(code)
+        fault("read", ALWAYS)
         transfer.wait()
         assert torch.equal(into, source)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         file.read(0, into).wait()
         assert torch.equal(into, source)
-    fault("read", ALWAYS)

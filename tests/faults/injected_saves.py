@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import mmap
+import multiprocessing
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from penstock import construct
 from penstock.checkpoint.format import MARKER, files_of
 from penstock.checkpoint.reader import checkpoints_in
 from penstock.runtime import host_memory
+from tests.lib import ranks
 from tests.lib.engines import prepared, state, train
 from tests.lib.models import stack
 from tests.lib.ranks import run_ranks
@@ -30,6 +32,8 @@ from tests.lib.streams import inline
 PROCESS = os.getpid()
 host_memory.MADV_WIPEONFORK = mmap.MADV_NORMAL  # type: ignore[misc]
 construct.in_child = lambda owner, do: None  # type: ignore[assignment]
+# Ranks are children of this process, too: it has all that they would import.
+ranks._context = lambda backend="gloo": multiprocessing.get_context("fork")
 
 shim = ctypes.CDLL(None)
 shim.crash_name.restype = ctypes.c_char_p
@@ -152,9 +156,7 @@ def killed(work: Callable[[], None]) -> bool:
     return False
 
 
-SAVES = pytest.mark.parametrize(
-    ("name", "keep"), [("b", None), ("a", None), ("b", 1)], ids=["beside", "over", "keep one"]
-)
+SAVES = pytest.mark.parametrize(("name", "keep"), [("a", None), ("b", 1)], ids=["over", "keep one"])
 
 
 @SAVES
@@ -172,8 +174,6 @@ def test_a_process_killed_at_any_call(training: Training, name: str, keep: int |
         found = training.loaded(parent)
         outcomes.append(same(found, training.new))
         assert outcomes[-1] or same(found, training.old), number
-        if keep is None and name == "b":
-            assert same(training.loaded(parent / "a"), training.old)
         training.save(parent / name, keep=1)
         assert same(training.loaded(parent / "latest"), training.new)
         assert strangers(parent) == set(), number
@@ -186,10 +186,7 @@ def test_a_process_killed_at_any_call(training: Training, name: str, keep: int |
     assert outcomes[-1]
 
 
-@pytest.mark.parametrize(
-    ("name", "keep"),
-    [pytest.param("a", None, id="over"), pytest.param("b", 1, id="keep one")],
-)
+@SAVES
 def test_any_call_that_fails(training: Training, name: str, keep: int | None, tmp_path: Path) -> None:
     refused = []
     for number in range(1, 1000):

@@ -1,4 +1,4 @@
-/* Loaded before the C library: chosen calls of pread and pwrite fail, move less, or take long. */
+/* Loaded before the C library: chosen calls of pread and pwrite fail, move less, or are held up. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -6,7 +6,6 @@
 #include <pthread.h>
 #include <string.h>
 #include <sys/types.h>
-#include <time.h>
 
 /* What happens to calls number `first` to `last`, counted from 1 for reads and writes apart. */
 static struct plan {
@@ -14,15 +13,19 @@ static struct plan {
   long first, last;
   int error;       /* fail with this errno, where not 0 */
   long limit;      /* say that at most these bytes were moved, where not negative; whole pages are, for direct I/O */
-  long delay_ms;
+  int held;        /* until the next plan is set */
 } plan;
 static long calls[2];
+static long plans;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
-void fault_set(int write, long first, long last, int error, long limit, long delay_ms) {
+void fault_set(int write, long first, long last, int error, long limit, int held) {
   pthread_mutex_lock(&mutex);
-  plan = (struct plan){write, first, last, error, limit, delay_ms};
+  plan = (struct plan){write, first, last, error, limit, held};
+  plans++;
   memset(calls, 0, sizeof calls);
+  pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&mutex);
 }
 
@@ -38,13 +41,11 @@ static int meet(int write, ssize_t* limit) {
   pthread_mutex_lock(&mutex);
   long number = ++calls[write];
   struct plan now = plan;
+  int meant = now.write == write && number >= now.first && number <= now.last;
+  for (long mine = plans; meant && now.held && plans == mine;) pthread_cond_wait(&changed, &mutex);
   pthread_mutex_unlock(&mutex);
   *limit = SSIZE_MAX;
-  if (now.write != write || number < now.first || number > now.last) return 0;
-  if (now.delay_ms) {
-    struct timespec span = {now.delay_ms / 1000, now.delay_ms % 1000 * 1000000};
-    nanosleep(&span, NULL);
-  }
+  if (!meant) return 0;
   if (now.limit >= 0) *limit = now.limit;
   return now.error;
 }

@@ -1,29 +1,24 @@
 """Disks and files that fail for real while a model trains on them, and processes that end meanwhile."""
 
 import errno
-import logging
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 import penstock
 from tests.accounts import swap_files
 from tests.faults.failing_files import Faults, small_rings
-from tests.faults.test_training import BATCHES, KIND_NAMES, ROWS, Row, check_error, equal, name, nothing_stays, trained
+from tests.faults.test_training import KIND_NAMES, ROWS, Row, check_error, equal, name, nothing_stays
 from tests.lib.engines import prepare_on
+from tests.lib.processes import kill_once_it_says_so
 from tests.lib.streams import inline
 from tests.parity.rows import Net, make_model
 
-ROOT = Path(__file__).parents[2]
 EVERYTHING = Row(**dict.fromkeys(KIND_NAMES, "nvme"))
 
 
@@ -146,88 +141,13 @@ def flip(path: Path, offset: int) -> None:
         os.fsync(file)
 
 
-def test_without_checksums_a_flipped_bit_is_trained_with(tmp_path: Path) -> None:
-    row = Row(optimizer="nvme", checksums=False)
-    with after_one_step(row, tmp_path) as (model, optimizer):
-        for path in swap_files(tmp_path):
-            for offset in range(0, path.stat().st_size, 64):
-                flip(path, offset + 1)
-        row.iterate(model, optimizer)
-    assert not equal(model, trained(1, 2))
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-def test_memory_as_a_file_system_warns_once_at_most(caplog: pytest.LogCaptureFixture) -> None:
-    """tmpfs: whether direct I/O is refused depends on the kernel."""
-    if not os.access("/dev/shm", os.W_OK):
-        pytest.skip("no /dev/shm")
-    with caplog.at_level(logging.WARNING, "penstock"):
-        model, optimizer = EVERYTHING.prepare(Path("/dev/shm"), inline())
-        for _ in range(2):
-            EVERYTHING.iterate(model, optimizer)
-        optimizer.close()
-    assert equal(model, trained(2, 2))
-    assert len([text for text in caplog.messages if "No direct I/O on the file system of /dev/shm/" in text]) <= 1
-
-
-def test_a_file_system_without_direct_io(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.runtime.aio._set_direct", lambda descriptor: False)
-    with caplog.at_level(logging.WARNING, "penstock"), after_one_step(EVERYTHING, tmp_path) as (model, optimizer):
-        EVERYTHING.iterate(model, optimizer)
-    (said,) = caplog.messages
-    assert said.startswith(f"No direct I/O on the file system of {tmp_path}")
-    assert equal(model, trained(2, 2))
-
-
-class Squares(Dataset):
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(part[0] for part in BATCHES[index])
-
-
-def test_workers_that_are_forked_while_transfers_are_in_flight(tmp_path: Path) -> None:
-    with after_one_step(EVERYTHING, tmp_path) as (model, optimizer):
-        for batch in BATCHES:
-            optimizer.backward(((model(batch[0]) - batch[1]) ** 2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        loader = DataLoader(Squares(), num_workers=2, multiprocessing_context="fork")
-        assert sum(1 for _ in loader) == 2  # the update goes on meanwhile
-        optimizer.synchronize()
-        assert swap_files(tmp_path)
-    assert equal(model, trained(2, 2))
-
-
-TRAINING = """
-import sys
-from pathlib import Path
-from tests.faults.test_disks import EVERYTHING
-from tests.lib.streams import inline
-
-model, optimizer = EVERYTHING.prepare(Path(sys.argv[1]), inline())
-EVERYTHING.iterate(model, optimizer)
-print("training", flush=True)
-while True:
-    EVERYTHING.iterate(model, optimizer)
-"""
-
-
 def test_a_training_process_that_is_killed(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", TRAINING, tmp_path],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "training\n"
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    def train(say: Callable[[], None]) -> None:
+        model, optimizer = EVERYTHING.prepare(tmp_path, inline())
+        EVERYTHING.iterate(model, optimizer)
+        say()
+        while True:
+            EVERYTHING.iterate(model, optimizer)
+
+    kill_once_it_says_so(train)
     assert list(tmp_path.iterdir()) == []

@@ -1,35 +1,26 @@
 """A probe that is ended in the middle of a disk: nothing of it stays."""
 
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-CODE = """
-import sys, torch
 from penstock.probe import disks
 from penstock.probe.sampling import Deadline
-
-move, moves = disks._Disk.move, []
-
-def and_say(self, order):
-    moves.append(order)
-    if len(moves) == 6:  # files are there, transfers were made
-        print("ready", flush=True)
-    move(self, order)
-
-disks._Disk.move = and_say
-disks.measure_disks([sys.argv[1]], Deadline(60))
-"""
+from tests.lib.processes import kill_once_it_says_so
 
 
 def test_a_probe_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", CODE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    def probe(say: Callable[[], None]) -> None:
+        move, moves = disks._Disk.move, []
+
+        def and_say(disk: Any, order: Any) -> None:
+            moves.append(order)
+            if len(moves) == 6:  # files are there, transfers were made
+                say()
+            move(disk, order)
+
+        disks._Disk.move = and_say  # type: ignore[method-assign]
+        disks.measure_disks([tmp_path], Deadline(60))
+
+    kill_once_it_says_so(probe)
     assert list(tmp_path.iterdir()) == []

@@ -1,15 +1,14 @@
 """A disk that fails on one rank of two: the other one does not wait for it."""
 
-import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import penstock
 from tests.faults.failing_files import Faults
@@ -20,7 +19,6 @@ from tests.lib.streams import inline
 from tests.parity.rows import loss_of, make_model
 
 EVERYTHING = Row(**dict.fromkeys(KIND_NAMES, "nvme"))
-ROOT = Path(__file__).parents[2]
 
 
 def wait_until_quiet(optimizer: penstock.Optimizer) -> None:
@@ -86,50 +84,25 @@ def test_a_part_that_one_rank_cannot_read_stops_every_rank(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-FORWARD = """
-import os, sys
-from pathlib import Path
-import pytest, torch
-import torch.distributed as dist
-from tests.faults.failing_files import Faults
-from tests.faults.test_ranks import EVERYTHING
-from tests.lib.streams import inline
-
-folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-faults = Faults()
-faults.install(pytest.MonkeyPatch())
-model, optimizer = EVERYTHING.prepare(folder / "swap", inline())
-EVERYTHING.iterate(model, optimizer)
-optimizer.synchronize()
-dist.barrier()
-faults.arm(1 if rank == 1 else 0)
-EVERYTHING.iterate(model, optimizer)
-"""
+def fail_in_forward(rank: int, folder: Path) -> None:
+    """Rank 1 cannot read its parameters, and nobody catches it. Rank 0 waits for them in a gather."""
+    faults = Faults()
+    with pytest.MonkeyPatch.context() as patch:
+        faults.install(patch)
+        model, optimizer = EVERYTHING.prepare(folder, inline())
+        EVERYTHING.iterate_to_the_end(model, optimizer)
+        dist.barrier()
+        faults.arm(1 if rank == 1 else 0)
+        EVERYTHING.iterate(model, optimizer)
 
 
 def test_a_process_that_ends_in_forward_ends_the_others(tmp_path: Path) -> None:
-    """Rank 1 cannot read its parameters, and nobody catches it. Rank 0 waits for them in a gather."""
-    (tmp_path / "swap").mkdir()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", FORWARD, tmp_path],
-            env={**os.environ, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in (1, 0):
-            _, complaints = processes[rank].communicate(timeout=120)  # gloo's own limit is half an hour
-            assert processes[rank].returncode == 1, complaints
-            expected = ["RuntimeError: ", "penstock.errors.NvmeError: Reading param of unit "][rank]
-            assert expected in complaints
-    finally:
-        for process in processes:
-            process.kill()
-    assert list((tmp_path / "swap").iterdir()) == []
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(fail_in_forward, 2, tmp_path)
+    first, second = str(caught.value).split("rank 1:\n")
+    assert "\nRuntimeError: " in first
+    assert "penstock.errors.NvmeError: Reading param of unit " in second
+    assert list(tmp_path.iterdir()) == []
 
 
 def prepare_where(rank: int, folders: list[Path]) -> str:

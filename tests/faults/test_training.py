@@ -126,26 +126,26 @@ STREAMS: dict[str, Callable[[], Streams]] = {"inline": inline, "simulated": lamb
 
 @pytest.mark.filterwarnings("ignore:module forward hook with")  # a prefetch fails as well
 @pytest.mark.parametrize(
-    ("row", "streams", "when", "again"),
+    ("row", "streams", "when", "again", "every"),
     [
-        (ROWS[0], "inline", "submission", False),
-        (ROWS[1], "inline", "completion", False),
-        (ROWS[2], "simulated", "completion", False),
-        (ROWS[3], "inline", "completion", True),
-        (WITHOUT_OVERLAP[0], "simulated", "completion", False),
-        (WITHOUT_OVERLAP[1], "inline", "submission", False),
+        (ROWS[0], "inline", "submission", False, 1),
+        (ROWS[1], "inline", "completion", False, 1),
+        (ROWS[2], "simulated", "completion", False, 1),
+        (ROWS[3], "inline", "completion", True, 1),
+        (WITHOUT_OVERLAP[0], "simulated", "completion", False, 1),
+        (WITHOUT_OVERLAP[1], "inline", "submission", False, 3),
     ],
     ids=lambda value: name(value) if isinstance(value, Row) else str(value),
 )
 def test_every_transfer_of_a_step_fails_once(
-    row: Row, streams: str, when: When, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    row: Row, streams: str, when: When, again: bool, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each of them: the error is raised once it is known, and closing gives everything back."""
     faults = Faults()
     faults.install(monkeypatch)
-    number, failed = 0, True
+    number, failed = 1 - every, True
     while failed:
-        number += 1
+        number += every
         models: list[Net] = []
         with nothing_stays(tmp_path, models):
             failed = one_failure(row, STREAMS[streams](), number, when, again, tmp_path, faults, models)

@@ -1,26 +1,20 @@
 """How runs are compared: with plain torch step by step, and with each other bit by bit."""
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.streams import Streams
 from tests.parity.rows import (
     STATE_NAMES,
     STEPS,
     Arithmetic,
-    Movement,
     Net,
     Plain,
     Snapshot,
     Trace,
     batches,
-    changed,
     loss_of,
-    train,
 )
 
 NAMES = [name for name, _ in Net().named_parameters()]
@@ -91,28 +85,6 @@ def against_plain_run(
 def bits(trace: Trace) -> list[object]:
     """Everything that a run gave."""
     return [trace.losses, trace.norms, *(t.tolist() for values in trace.final.values() for t in values)]
-
-
-def otherwise(
-    what: Arithmetic,
-    rows: Iterable[tuple[Callable[[], Streams], Movement]],
-    reference: Movement,
-    **common: Any,
-) -> list[str]:
-    """The rows that give other bits than the reference, at their stage, gives at once. `common`: see `train`."""
-    failures = []
-    for streams, how in rows:
-        at_once = reference.but(stage=how.stage)
-        if "persistent_bytes" in dict(how.options):  # other units, whose norm adds up in another order
-            at_once = at_once.but(persistent_bytes=dict(how.options)["persistent_bytes"])
-        if bits(train(what, how, streams=streams(), **common)) != _bits_at_once(what, at_once, tuple(common.items())):
-            failures.append(f"{changed(what)} | {streams.__name__} {changed(how)}")
-    return failures
-
-
-@lru_cache(maxsize=32)  # tables have one arithmetic in several rows
-def _bits_at_once(what: Arithmetic, how: Movement, common: tuple[tuple[str, Any], ...]) -> list[object]:
-    return bits(train(what, how, **dict(common)))
 
 
 def _snapshots(ours: Snapshot, theirs: Snapshot, tolerances: dict[str, dict[str, float]]) -> Iterator[str]:

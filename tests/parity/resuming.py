@@ -18,7 +18,7 @@ from tests.lib.streams import inline
 from tests.parity.rows import BATCH, INPUTS, OUTPUTS, Arithmetic, Movement, Net, batches, changed, loss_of
 
 SAVED_AT = 2
-GOES_ON = 5
+GOES_ON = 3
 SMALL = {"tile_bytes": 4 << 10}
 
 

@@ -1,4 +1,4 @@
-"""Host memory that could not be pinned: what copies between it and the device pass changes no bit."""
+"""What of the host's memory is pinned: what a device copies, and nothing that the host alone works on."""
 
 import warnings
 
@@ -62,17 +62,3 @@ def test_what_the_host_alone_works_on_is_not_pinned(monkeypatch: pytest.MonkeyPa
         assert pinned_kinds(optimizer) == {"param", "grad", "staging"}, "the same as at the start"
         optimizer.close()
     assert pinned == {}, "and is given back"
-
-
-def test_a_budget_is_for_what_a_device_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinning_on_cpu(monkeypatch)
-    what, placement = Arithmetic(precision="bf16"), penstock.Placement(optimizer="cpu")
-    for streamed, all_fit in ((0.0, True), (0.5, False)):
-        model = make_model()
-        stock = what.make_optimizer(list(model.parameters()))
-        options = penstock.Options(tile_bytes=4 * KIB, pinned_bytes=192 * KIB, streamed_updates=streamed)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            optimizer = prepare_on(separate(), model, stock, placement=placement, options=options)
-        assert ("are not pinned" in " ".join(str(w.message) for w in said)) is not all_fit
-        optimizer.close()

@@ -17,6 +17,7 @@ import penstock
 from penstock.blueprint import PrepareRequest, request_for
 from penstock.planner.simulation.simulate import Setup, loss_of
 from penstock.runtime.streams import Streams
+from tests.lib.models import llama
 from tests.lib.streams import inline, separate
 from tests.parity.rows import INPUTS, Movement, Net, changed, shares
 from tests.simulations import as_simulated, run_really, simulated
@@ -24,32 +25,43 @@ from tests.simulations import as_simulated, run_really, simulated
 TILES = (("tile_bytes", 4096),)
 
 
-def llama(recompute: bool = False, **changes: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+Models = dict[str, Callable[[], nn.Module]]
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, vocab_size=96, use_cache=False, **changes))
-    if recompute:
+
+def models(width: int, vocabulary: int, *, layers: int, experts: str | None = None, **config: Any) -> Models:
+    """Transformers that differ in what is submitted: heads that are tied or not, recomputing, experts."""
+    sizes = {"vocab_size": vocabulary, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False, **config}
+
+    def recomputed() -> nn.Module:
+        model = llama(3, width, **sizes)
         model.gradient_checkpointing_enable()
-    return model.train()
+        return model.train()
 
+    def gpt2() -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+        of_it = {"n_embd": width, "n_layer": layers, "n_head": 4, "vocab_size": vocabulary, "n_positions": 64}
+        attention = {"attn_implementation": config.get("attn_implementation"), "bos_token_id": 0, "eos_token_id": 0}
+        return GPT2LMHeadModel(GPT2Config(**of_it, **attention)).train()
 
-    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=96, n_positions=64)).train()
+    def moe() -> nn.Module:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+        of_it = {"hidden_size": width, "intermediate_size": 2 * width, "moe_intermediate_size": width // 2}
+        of_it |= {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": width // 4, "num_hidden_layers": 2}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**of_it, **sizes, experts_implementation=experts)).train()
 
-def moe() -> nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=2, vocab_size=96)).train()
+    return {
+        "llama": partial(llama, 3, width, **sizes),
+        "recomputed": recomputed,
+        "tied": partial(llama, 3, width, **sizes, tie_word_embeddings=True),
+        "gpt2": gpt2,
+        "moe": moe,
+    }
 
 
 def partly_frozen() -> nn.Module:
-    model = llama()
+    model = SMALL["llama"]()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_proj" in name or "norm" in name)
     return model
@@ -60,13 +72,10 @@ def text() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+SMALL = models(32, 96, layers=2)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "net": (Net, lambda: torch.ones(16, INPUTS)),
-    "llama": (llama, text),
-    "recomputed": (partial(llama, recompute=True), text),
-    "tied": (partial(llama, tie_word_embeddings=True), text),
-    "gpt2": (gpt2, text),
-    "moe": (moe, text),
+    **{name: (make, text) for name, make in SMALL.items()},
     "partly frozen": (partly_frozen, text),
 }
 

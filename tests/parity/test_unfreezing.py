@@ -11,7 +11,7 @@ import penstock
 from penstock.runtime.streams import Streams
 from tests.lib.engines import prepare_on
 from tests.lib.ranks import run_ranks
-from tests.lib.streams import inline, released, separate, simulated
+from tests.lib.streams import inline, late, released, separate
 from tests.parity.rows import Movement, Net, batches, changed, loss_of, make_model, shares
 
 STEPS = 10
@@ -120,10 +120,6 @@ def ours(how: Movement, streams: Streams) -> dict[str, Tensor]:
     assert left.keys() == found.keys()
     assert all(torch.equal(left[name], found[name]) for name in found)
     return found
-
-
-def late() -> Streams:
-    return simulated(most_seconds=0.0005)
 
 
 ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu")

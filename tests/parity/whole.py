@@ -16,7 +16,7 @@ from tests.lib.engines import prepare_on
 from tests.lib.streams import inline
 from tests.parity.rows import Movement, round_half_away
 
-STEPS, BATCH, VOCABULARY, WIDTH = 3, 4, 24, 16
+STEPS, BATCH, VOCABULARY, WIDTH = 2, 4, 24, 16
 OPTIONS: dict[str, Any] = {"lr": 2e-2, "weight_decay": 0.05, "adamw_lr": 1e-2}
 
 

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from penstock.runtime.streams import Streams
 from tests.lib.engines import prepare_on
 from tests.lib.interrupts import interrupt
 from tests.lib.memory import disks
-from tests.lib.streams import inline, separate, simulated
+from tests.lib.streams import inline, late, released, separate
 
 WIDTH, BLOCKS = 16, 3
 KINDS = ("param", "grad", "master", "optimizer")
@@ -347,21 +348,11 @@ class Setting:
         return Ours(model, optimizer, state), Side(plain, make_optimizer(self.optimizer, plain))
 
 
-def late() -> Streams:
-    return simulated(most_seconds=0.0003)
-
-
-def late_and_released() -> Streams:
-    streams = simulated(most_seconds=0.0003)
-    streams.reads_in_place = False
-    return streams
-
-
 STREAMS: dict[str, Callable[[], Streams]] = {
     "inline": inline,
     "separate": separate,
     "late": late,
-    "late and released": late_and_released,
+    "late and released": partial(released, most_seconds=0.0003),
 }
 
 

@@ -25,7 +25,7 @@ from penstock.integrations.vocabulary import rows_for
 from tests.deepspeed_checks import load
 from tests.instruct import byte_tokenizer
 from tests.lib.fuzz import examples
-from tests.property.test_checkpoint_files import at, change_values, copy_of, limited_memory
+from tests.property.test_checkpoint_files import at, change_bytes, change_values, copy_of, limited_memory
 
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed"
 
@@ -40,16 +40,6 @@ def refused_in_one_line(work: Callable[[], object]) -> None:
     assert said
     assert "\n" not in said
     assert len(said) < 3000
-
-
-def change_bytes(file: Path, data: st.DataObject) -> None:
-    content = bytearray(file.read_bytes())
-    if data.draw(st.booleans(), label="truncated"):
-        content = content[: data.draw(st.integers(0, len(content) - 1))]
-    else:
-        for _ in range(data.draw(st.integers(1, 3))):
-            content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
-    file.write_bytes(content)
 
 
 # Model folders

@@ -95,22 +95,6 @@ def test_nearly_a_machine_is_one_or_refused(tmp_path: Path, content: Any) -> Non
         assert Machine.read(file) == machine
 
 
-@given(data=st.data())
-@examples(30)
-def test_a_changed_file_is_a_machine_or_refused(tmp_path: Path, data: st.DataObject) -> None:
-    file = tmp_path / "machine.json"
-    Machine.read("rtx4090-desktop").write(file)
-    content = bytearray(file.read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(content) - 1))
-        if data.draw(st.booleans()):
-            content[at] = data.draw(st.sampled_from(list(b'{}[]",:.0123456789eE-+nt\\ \x00\xff')))
-        else:
-            del content[at : at + data.draw(st.integers(1, 200))]
-    file.write_bytes(content)
-    read_or_refused(file)
-
-
 SIGNS = st.text(string.digits + string.ascii_letters + "./+-=µ \n", max_size=12)
 
 

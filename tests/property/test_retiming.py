@@ -4,22 +4,18 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.planner.cost import MachineCosts
 from penstock.planner.simulation.fair_share import fair_speeds
-from penstock.planner.simulation.program import Program, ProgramJob, WorkKind
+from penstock.planner.simulation.program import Program, WorkKind
 from penstock.planner.simulation.retime import busiest, retime
-from penstock.trace import Label
 from tests.lib.fuzz import examples
-from tests.lib.paper import Machine, Rates, Script
+from tests.lib.paper import Rates, Script
 
 STREAMS = ("upload", "download", "update", "read", "write", "device update")
 FILES = ("read", "write")
 SHARED = {"memory": (*STREAMS, "compute"), "link": ("upload", "download"), "disk": FILES}
-RATES = (*STREAMS, "compute", *SHARED)
 SPEEDS = st.sampled_from((1.0, 2.0, 3.0, 5.0))
 
 
@@ -50,22 +46,6 @@ def machines(draw: st.DrawFn) -> Rates:
     rates = {name: draw(SPEEDS) for name in (*STREAMS, "compute")}
     latencies = [draw(st.sampled_from((0.0, 0.25))) for _ in range(4)]
     return Rates(rates, {name: (draw(SPEEDS), streams) for name, streams in SHARED.items()}, *latencies)
-
-
-def faster(machine: Rates, name: str, factor: float) -> Rates:
-    if name in machine.rates:
-        return replace(machine, rates={**machine.rates, name: machine.rates[name] * factor})
-    rate, streams = machine.shared[name]
-    return replace(machine, shared={**machine.shared, name: (rate * factor, streams)})
-
-
-def at_scale(machine: Rates, factor: float) -> Rates:
-    """All figures of a machine so many times as good."""
-    scaled = machine
-    for name in RATES:
-        scaled = faster(scaled, name, factor)
-    latencies = {name: getattr(machine, name) / factor for name in ("latency", "submit", "enqueue", "wake")}
-    return replace(scaled, **latencies)
 
 
 def critical_path(program: Program, costs: Rates) -> float:
@@ -123,16 +103,6 @@ def test_no_capacity_does_more_than_it_can(program: Program, costs: Rates) -> No
             assert all(load <= (stop - start) * (1 + 1e-6) + 1e-9 for load in loads.values())
 
 
-@examples(40)
-@given(programs(), machines(), st.sampled_from((0.25, 1 / 3, 0.7, 2.0, 3.0, 1e6)))
-def test_all_figures_so_many_times_as_good_divide_the_time(program: Program, costs: Rates, factor: float) -> None:
-    timing, scaled = retime(program, costs), retime(program, at_scale(costs, factor))
-    assert scaled.step_s == pytest.approx(timing.step_s / factor, rel=1e-9)
-    for span, other in zip(timing.recording.spans, scaled.recording.spans, strict=True):
-        assert (other.start, other.stop) == pytest.approx((span.start / factor, span.stop / factor), rel=1e-9, abs=0)
-        assert other.inline == span.inline
-
-
 @given(
     st.lists(
         st.dictionaries(st.sampled_from("abc"), st.floats(0.01, 1.0, allow_subnormal=False), max_size=3),
@@ -154,32 +124,3 @@ def test_speeds_are_max_min_fair(uses: list[Mapping[str, float]]) -> None:
             and all(speed >= other - 1e-6 for other, theirs in zip(speeds, uses, strict=True) if name in theirs)
             for name in each
         )
-
-
-WAYS = {"h2d": "upload", "d2h": "download"}
-STATED = st.floats(1.0, 50.0)
-
-
-def feasible(figures: Mapping[str, float], up: float, down: float) -> bool:
-    """Whether a link goes so many bytes/s both ways at once."""
-    costs, program = MachineCosts(Machine(**figures)), Script("accelerator").program()
-    used = defaultdict[str, float](float)
-    for (way, stream), rate in zip(WAYS.items(), (up, down), strict=True):
-        taken = costs.job(ProgramJob(stream, Label(), 100), program)
-        for name, share in taken.uses.items():
-            used[name] += share * taken.seconds * rate / 100
-        used[way] += rate / figures[way]
-    return all(load <= 1 + 1e-9 for load in used.values())
-
-
-@given(STATED, STATED, STATED, st.sampled_from(("h2d", "d2h", "duplex")), st.floats(1.0, 4.0), STATED, STATED)
-def test_what_a_link_does_at_once_a_faster_one_does(
-    h2d: float, d2h: float, duplex: float, name: str, factor: float, up: float, down: float
-) -> None:
-    figures = {"h2d": h2d, "d2h": d2h, "duplex": duplex}
-    if feasible(figures, up, down):
-        assert feasible({**figures, name: figures[name] * factor}, up, down)
-    assert feasible(figures, h2d, 0)
-    assert feasible(figures, 0, d2h)
-    half = min(duplex / 2, h2d, d2h)
-    assert feasible(figures, half, half)

@@ -1,26 +1,35 @@
-"""Random sequences of what a user can do, on Penstock at once, on Penstock late, and in plain torch: one trajectory."""
+"""Random sequences of training, of moves and of anything else: one trajectory, wherever state is and however late.
 
-from collections.abc import Callable
+A sequence runs at once with all on the device, and with moves between and inside of its operations, on other streams
+and tiers, on one rank and on two; `programmes.py` compares with plain torch. `make fuzz` draws others, from SEED on.
+"""
+
+import random
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.lib.engines import prepare_on
-from tests.lib.fuzz import examples
+from tests.accounts import assert_table_agrees
+from tests.lib.engines import prepare_on, same_bits
+from tests.lib.fuzz import SEED, TIMES
 from tests.lib.memory import disks
-from tests.lib.streams import inline, separate, simulated
+from tests.lib.ranks import run_ranks
+from tests.lib.streams import inline, late, separate
 
 WIDTH, INPUTS = 24, 6
-CLIP = 1.0
-Log = list[Tensor]
+KINDS = ("param", "grad", "master", "optimizer")
+WHERE: list[Any] = [
+    *("device", "cpu", "cpu", "nvme"),
+    *({"device": 0.5, "cpu": 0.5}, {"device": 0.3, "nvme": 0.7}, {"cpu": 0.6, "nvme": 0.4}),
+    {"device": 0.4, "cpu": 0.4, "nvme": 0.2},
+]
+Operation = tuple[Any, ...]
 
 
 class OutOfOrderError(Exception):
@@ -77,18 +86,35 @@ def noise(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-class Subject:
-    """What both kinds share: a model, and what is done with it alone."""
+class Loop:
+    """A training loop that notes what it sees."""
 
-    model: Net
-    optimizer: torch.optim.Optimizer
-
-    def __init__(self) -> None:
-        self.log: Log = []
+    def __init__(
+        self, streams: Streams, placement: penstock.Placement, precision: str, overlap: str, stage: int
+    ) -> None:
+        self.log: list[Tensor] = []
+        self.model = make_net()
+        self.optimizer: penstock.Optimizer = prepare_on(
+            streams,
+            self.model,
+            make_optimizer(self.model),
+            placement=placement,
+            precision=precision,
+            stage=stage,
+            max_grad_norm=1.0,
+            overlap=overlap,
+            options=penstock.Options(tile_bytes=4096),
+        )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
+
+    def run(self, sequence: list[Operation]) -> None:
+        for name, *arguments in sequence:
+            getattr(self, name)(*arguments)
+
+    # What is trained
 
     def loss(self, seed: int, blocks: int, scale: float = 1.0) -> Tensor:
         self.model.blocks_used = blocks
@@ -116,89 +142,6 @@ class Subject:
     def schedule(self, factor: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
-
-
-class Plain(Subject):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = make_net()
-        self.optimizer = make_optimizer(self.model)
-
-    def backward(self, seed: int, blocks: int, scale: float, no_sync: bool) -> None:
-        self.loss(seed, blocks, scale).backward()
-
-    def step(self) -> None:
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = sum((g.double().square().sum() for g in gradients), torch.zeros(())).sqrt()
-        if norm.isfinite():
-            before = [p.grad for p in self.parameters]
-            for p in self.parameters:
-                if p.grad is not None:
-                    p.grad = p.grad * min(1.0, CLIP / (norm.item() + 1e-6))
-            self.optimizer.step()
-            for p, grad in zip(self.parameters, before, strict=True):
-                p.grad = grad
-        self.log.append(norm.float() if norm.isfinite() else torch.tensor(float("nan")))
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
-    def fail_in_backward(self, seed: int) -> None:
-        self.loss(seed, 2)
-        self.optimizer.zero_grad()
-
-    def look(self, what: str, index: int) -> None:
-        p = self.parameters[index]
-        if what == "param":
-            value = p.detach().clone()
-        elif what == "grad":
-            value = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        else:
-            value = self.optimizer.state[p].get("exp_avg", torch.zeros_like(p)).clone()
-        self.log.append(value)
-
-    def change(self, what: str, index: int, seed: int) -> None:
-        p = self.parameters[index]
-        value = noise(seed, *p.shape)
-        if what == "param":
-            p.data.copy_(value)
-        elif what == "grad":
-            p.grad = value
-        elif p in self.optimizer.state:  # torch has no state before the first update
-            self.optimizer.state[p]["exp_avg"].copy_(value)
-
-    def modify(self, index: int, seed: int, fails: bool) -> None:
-        p = self.parameters[index]
-        if not fails:
-            p.data[:1] += noise(seed, *p[:1].shape)
-
-    def save_and_load(self) -> None:
-        pass
-
-
-class Ours(Subject):
-    def __init__(
-        self,
-        streams: Streams,
-        placement: penstock.Placement,
-        precision: str,
-        tile_bytes: int,
-        overlap: str,
-        stage: int = 3,
-    ) -> None:
-        super().__init__()
-        self.model = make_net()
-        self.optimizer: penstock.Optimizer = prepare_on(
-            streams,
-            self.model,
-            make_optimizer(self.model),
-            placement=placement,
-            precision=precision,
-            stage=stage,
-            max_grad_norm=CLIP,
-            overlap=overlap,
-            options=penstock.Options(tile_bytes=tile_bytes),
-        )
 
     def backward(self, seed: int, blocks: int, scale: float, no_sync: bool) -> None:
         with self.optimizer.no_sync() if no_sync else nullcontext():
@@ -255,87 +198,145 @@ class Ours(Subject):
             self.look(what, index)
         self.optimizer.close()
 
+    # How it moves
 
-Operation = tuple[Any, ...]
-seeds = st.integers(0, 50)
-indices = st.integers(0, len(list(Net().parameters())) - 1)
-looks = st.tuples(st.just("look"), st.sampled_from(["param", "grad", "state"]), indices)
-changes = st.tuples(st.just("change"), st.sampled_from(["param", "grad", "state"]), indices, seeds)
-backwards = st.tuples(st.just("backward"), seeds, st.sampled_from([1, 2]), st.just(1.0), st.booleans())
-overflows = st.tuples(st.just("backward"), seeds, st.just(2), st.sampled_from([1e30, float("inf")]), st.just(False))
-step, zero_grad = st.tuples(st.just("step")), st.tuples(st.just("zero_grad"))
-others = st.one_of(
-    looks,
-    changes,
-    overflows,
-    st.tuples(st.just("forward"), seeds),
-    st.tuples(st.just("evaluate"), seeds),
-    st.tuples(st.just("schedule"), st.sampled_from([0.5, 2.0])),
-    st.tuples(st.just("fail_in_forward"), seeds),
-    st.tuples(st.just("fail_in_backward"), seeds),
-    st.tuples(st.just("modify"), indices, seeds, st.booleans()),
-    st.tuples(st.just("save_and_load")),
-)
+    def offload(self, kinds: tuple[str, ...] | None, to: str, non_blocking: bool, keep: bool) -> None:
+        self.optimizer.offload_states(kinds, to, non_blocking=non_blocking, keep=keep)
+        if not non_blocking:
+            for kind in kinds or KINDS:
+                self.optimizer.locations().assert_on(kind, to)
+            assert_table_agrees(self.optimizer)
 
+    def reload(self, non_blocking: bool) -> None:
+        self.optimizer.reload_states(non_blocking=non_blocking)
 
-@st.composite
-def sequences(draw: Any) -> list[Operation]:
-    """Training as it goes, with anything else at any moment; steps and zero_grad may be left out."""
-    sequence: list[Operation] = []
-    for _ in range(draw(st.integers(1, 5))):
-        for _ in range(draw(st.integers(0, 3))):
-            sequence += [draw(backwards), *draw(st.lists(others, max_size=1))]
-        kinds = [(step, zero_grad), (step, zero_grad), (step,), (zero_grad,), ()]
-        for kind in draw(st.sampled_from(kinds)):
-            sequence += [draw(kind), *draw(st.lists(st.one_of(looks, changes, others), max_size=1))]
-    return sequence
+    def report(self) -> None:
+        assert str(self.optimizer.locations())
 
+    def settle(self) -> None:
+        self.optimizer.synchronize()
+        self.optimizer._engine.offloader._cleaned.synchronize()
+        assert_table_agrees(self.optimizer)
 
-tiers = st.sampled_from(["device", "cpu", "nvme"])
-splits = st.sampled_from([(0.5, 0.5, 0.0), (0.3, 0.0, 0.7), (0.0, 0.6, 0.4), (0.4, 0.4, 0.2)]).map(
-    lambda parts: dict(zip(("device", "cpu", "nvme"), parts, strict=True))
-)
-storages = st.one_of(tiers, splits)
-placements = st.builds(
-    penstock.Placement, params=storages, grads=storages, optimizer=storages, nvme_path=st.integers(1, 2).map(disks)
-)
-overlaps = st.sampled_from(["none", "forward", "auto"])
+    def inside(self, moves: list[Operation]) -> None:
+        """The next forward makes these moves, in a block that is under way."""
 
+        def move(*_: Any) -> None:
+            handle.remove()
+            self.run(moves)
 
-def apply(subject: Subject, sequence: list[Operation]) -> None:
-    for name, *arguments in sequence:
-        getattr(subject, name)(*arguments)
+        handle = self.model.blocks[0].second.register_forward_pre_hook(move)
 
+    def behind(self, moves: list[Operation]) -> None:
+        """The next backward makes these moves, where it passes the output of a block."""
 
-def run(make: Callable[[], Streams], sequence: list[Operation], *arguments: Any) -> Log:
-    subject = Ours(make(), *arguments)
-    apply(subject, sequence)
-    subject.finish()
-    return subject.log
+        def watch(module: Any, args: Any, output: Any) -> None:
+            handle.remove()
+            if output.requires_grad:
+                output.register_hook(lambda grad: self.run(moves))
+
+        handle = self.model.blocks[0].first.register_forward_hook(watch)
+
+    def among(self, moves: list[Operation], fails: bool) -> None:
+        """Moves while all parameters are gathered."""
+        with pytest.raises(penstock.PenstockError) if fails else self.optimizer.gathered(modify=True):
+            if not fails:
+                self.run(moves)
+                return
+            with self.optimizer.gathered(modify=True):
+                for p in self.parameters:
+                    p.data.add_(1.0)
+                self.run(moves)
+                raise penstock.PenstockError("left")
 
 
-def assert_same(ours: Log, theirs: Log) -> None:
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.shape == b.shape
-        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+def random_move(chance: random.Random) -> Operation:
+    what = chance.choice(["offload", "offload", "reload", "report", "settle"])
+    if what == "offload":
+        some = tuple(chance.sample(KINDS, chance.randint(1, 4)))
+        to, non_blocking, keep = chance.choice(["cpu", "nvme"]), chance.random() < 0.5, chance.random() < 0.5
+        return what, chance.choice([None, some]), to, non_blocking, keep
+    return (what, chance.random() < 0.5) if what == "reload" else (what,)
 
 
-@examples(20)
-@given(sequences(), placements, st.sampled_from(["fp32", "bf16"]), st.sampled_from([4096, 1 << 22]), overlaps)
-def test_one_trajectory(
-    sequence: list[Operation], placement: penstock.Placement, precision: str, tile_bytes: int, overlap: str
-) -> None:
-    at_once = run(inline, sequence, penstock.Placement(), precision, tile_bytes, "none")
-    how = placement, precision, tile_bytes, overlap
-    assert_same(run(inline, sequence, *how), at_once)
-    assert_same(run(separate, sequence, *how), at_once)
-    assert_same(run(lambda: simulated(most_seconds=0.0005), sequence, *how), at_once)
-    if precision == "fp32":
-        plain = Plain()
-        apply(plain, sequence)
-        for index, what in product(range(len(plain.parameters)), ("param", "state")):
-            plain.look(what, index)
-        assert len(plain.log) == len(at_once)
-        for ours, theirs in zip(at_once, plain.log, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6, equal_nan=True)
+def random_other(chance: random.Random) -> Operation:
+    seed, index = chance.randint(0, 50), chance.randrange(len(list(Net().parameters())))
+    what = chance.choice(["param", "grad", "state"])
+    return chance.choice(
+        [
+            ("look", what, index),
+            ("change", what, index, seed),
+            ("backward", seed, 2, chance.choice([1e30, float("inf")]), False),  # the step is skipped
+            ("forward", seed),
+            ("evaluate", seed),
+            ("schedule", chance.choice([0.5, 2.0])),
+            ("fail_in_forward", seed),
+            ("fail_in_backward", seed),
+            ("modify", index, seed, chance.random() < 0.5),
+            ("save_and_load",),
+        ]
+    )
+
+
+def random_sequence(seed: int) -> tuple[list[Operation], list[Operation]]:
+    """Training as it goes, with anything else at any moment; and the same with moves. Alike on every rank."""
+    chance = random.Random(seed)
+    plain: list[Operation] = []
+    moving: list[Operation] = []
+
+    def move() -> None:
+        for _ in range(chance.randint(0, 2)):
+            some = [random_move(chance) for _ in range(chance.randint(1, 2))]
+            where = chance.choice(["here", "here", "inside", "behind", "among"])
+            moving.extend({"here": some, "among": [(where, some, chance.random() < 0.3)]}.get(where, [(where, some)]))
+
+    def do(*operations: Operation) -> None:
+        for operation in operations:
+            for each in (operation, *([random_other(chance)] if chance.random() < 0.3 else [])):
+                move()
+                plain.append(each)
+                moving.append(each)
+
+    for _ in range(chance.randint(2, 4)):
+        for _ in range(chance.randint(0, 3)):
+            do(("backward", chance.randint(0, 50), chance.choice([1, 2]), 1.0, chance.random() < 0.4))
+        if chance.random() < 0.8:
+            do(("backward", chance.randint(0, 50), 2, 1.0, False))
+        do(*chance.choice([[("step",), ("zero_grad",)]] * 3 + [[("step",)], [("zero_grad",)]]))
+    return plain, moving
+
+
+def check_rank(rank: int, stage: int, seeds: range) -> list[str]:
+    """What went another way."""
+    failures = []
+    for seed in seeds:
+        plain, moving = random_sequence(seed)
+        chance = random.Random(seed)
+        storages = {kind: chance.choice(WHERE) for kind in ("params", "grads", "optimizer")}
+        overlap, precision = chance.choice(["none", "forward", "auto"]), chance.choice(["fp32", "bf16"])
+        name, streams = chance.choice([("inline", inline), ("separate", separate), ("late", late), ("late", late)])
+        logs = []
+        for sequence, make, where, when in ((plain, inline, {}, "none"), (moving, streams, storages, overlap)):
+            loop = Loop(make(), penstock.Placement(**where, nvme_path=disks(2)), precision, when, stage)
+            loop.run(sequence)
+            loop.finish()
+            logs.append([value.nan_to_num(7.0) for value in loop.log])
+        if not all(map(same_bits, *logs)) or len(logs[0]) != len(logs[1]):
+            failures.append(f"stage {stage}, seed {seed}: {name} {storages} {overlap} {precision}\n{moving}")
+    return failures
+
+
+pytestmark = [pytest.mark.fuzz, pytest.mark.filterwarnings("ignore:The step was skipped")]
+
+
+def test_one_trajectory() -> None:
+    assert check_rank(0, 3, range(SEED, SEED + 24 * TIMES)) == []
+
+
+def check_stages(rank: int) -> list[str]:
+    first = SEED + 1000
+    return [each for stage in range(4) for each in check_rank(rank, stage, range(first + stage, first + 8 * TIMES, 4))]
+
+
+def test_one_trajectory_on_two_ranks() -> None:
+    assert run_ranks(check_stages, 2) == [[], []]

@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.planner.search import Placements
-from penstock.planner.workload import TIERS, Limits, StepWorkload, fits, lacks, missing
+from penstock.planner.workload import Limits, StepWorkload, fits, lacks, missing
 from tests.lib.fuzz import examples
 
 SIZES = st.integers(1000, 1 << 40)
@@ -50,19 +48,6 @@ def test_with_what_is_missing_it_fits_and_with_less_it_does_not(drawn: tuple[Ste
     assert fits(workload, enough)
     for tier, nbytes in lacking.items():
         assert not fits(workload, enough.with_room(tier, enough.room(tier) - max(1, nbytes // 50)))
-
-
-@examples(50)
-@given(tight())
-def test_equal_cuts_fit_what_fits(drawn: tuple[StepWorkload, Limits]) -> None:
-    """As fine as bytes: the placement that the search begins with takes no more than the limits."""
-    workload, limits = drawn
-    if not fits(workload, limits):
-        return
-    placements = Placements(workload, limits)
-    peak = placements.peak(placements.filled({}), torch.zeros(len(TIERS)))[0].tolist()
-    for tier, nbytes in limits.excess(dict(zip(TIERS, peak, strict=True))).items():
-        assert nbytes <= 1e-9 * limits.room(tier) + 4  # each kind is whole bytes, of a rank and of all
 
 
 @examples(50)
