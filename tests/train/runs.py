@@ -137,6 +137,8 @@ def process_as_it_was() -> Iterator[None]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     before = dict(os.environ)
+    if PORTS:
+        os.environ["MASTER_PORT"] = str(PORTS.pop(0))
     try:
         yield
     finally:
@@ -190,12 +192,15 @@ def ours(
     return Outcome(heard, saved(out), out, status)
 
 
-def theirs(settings: Mapping[str, Any], out: Path, hook: Hook | None = None) -> Outcome:
+def theirs(settings: Mapping[str, Any], out: Path) -> Outcome:
     """Run what `trl sft --config FILE` runs."""
     from trl.scripts import sft
 
     file = written({**settings, "output_dir": str(out)}, out.parent, f"{out.name}-theirs")
-    with process_as_it_was(), listening(hook) as heard:
+    # The command destroys the group before DistributedDataParallel. As its last owner that would wait, with the lock of
+    # the interpreter, for threads of gloo that may wait for this lock: the group is held until both are gone.
+    groups: list[object] = []
+    with process_as_it_was(), listening(lambda event, state: groups.append(dist.group.WORLD)) as heard:
         sft.main(*sft.make_parser().parse_args_and_config(["--config", str(file)]))
     return Outcome(heard, saved(out), out)
 
@@ -250,20 +255,26 @@ def checkpoints(out: Path) -> list[str]:
 # Processes
 
 
+MOST_RUNS = 16  # of one call of `run_ranks`
+#: In ranks: of stores, one for each run. Another group that met in the same one would read what the first has left.
+PORTS: list[int] = []
+
+
 def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run a function in several processes, with the variables of a launcher and no group yet.
 
-    As torchrun does, the launcher serves the store that they meet at: a port that is chosen and closed again may be
+    As torchrun does, the launcher serves the stores that they meet at: a port that is chosen and closed again may be
     another's when rank 0 opens it. The server of forks finds what it imports in the folder that it is started in.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(MOST_RUNS)]
     with chdir(ROOT):
-        return run_ranks_here(_as_launched, world_size, store.port, work, args, fresh=True)
+        return run_ranks_here(_as_launched, world_size, [store.port for store in stores], work, args, fresh=True)
 
 
-def _as_launched(rank: int, port: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _as_launched(rank: int, ports: list[int], work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    PORTS[:] = ports
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(PORTS.pop(0)), TORCHELASTIC_USE_AGENT_STORE="True")
     return work(rank, *args)
 
 
