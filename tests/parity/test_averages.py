@@ -92,24 +92,3 @@ def test_two_ranks_have_the_average_of_one_and_resume_at_another_world_size(tmp_
         first, second = run_ranks(trained_on, 2, 2, what, how, tier, str(tmp_path / saved), True)
         assert first == second == goes_on
     assert trained_on(0, 1, what, Movement(), "cpu", str(tmp_path / "b"), True) == goes_on
-
-
-def with_other_decays(rank: int) -> list[str]:
-    _, optimizer = prepared(Arithmetic(), Movement())
-    ema = penstock.EMA(optimizer)
-    ema.decay = 0.1 + rank / 10
-    messages = []
-    for call in (ema.update, lambda: penstock.EMA(optimizer, name=f"of{rank}")):
-        with pytest.raises(penstock.PenstockError) as caught:
-            call()
-        messages.append(str(caught.value))
-    ema.decay = 0.5
-    ema.update()
-    optimizer.close()
-    return messages
-
-
-def test_ranks_that_average_otherwise_are_told() -> None:
-    for messages in run_ranks(with_other_decays, 2):
-        assert "decay" in messages[0]
-        assert "name" in messages[1]
