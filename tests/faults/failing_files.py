@@ -1,8 +1,12 @@
 """Files of the nvme tier whose n-th transfer fails, in place of those that `tiers.nvme` makes."""
 
 import errno
+import shutil
+import subprocess
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -95,3 +99,15 @@ class _FailedTransfer:
     @property
     def done(self) -> bool:
         return bool(self._native.done)
+
+
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a small file system, where this process may; for a fixture."""
+    folder.mkdir()
+    command = [shutil.which("mount") or "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this process may not mount a small file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)

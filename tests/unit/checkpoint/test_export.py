@@ -20,33 +20,18 @@ from penstock.rules import split_master
 from tests.lib.models import WORDS, llama, seeded
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import Refusal, refused, rows
+from tests.models.transformers_rows import gpt2, mixtral
 
 transformers = pytest.importorskip("transformers")
 
 IDS = torch.arange(24).reshape(2, 12) % WORDS
 
 
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=WORDS, bos_token_id=1, eos_token_id=2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return seeded(lambda: transformers.GPT2LMHeadModel(config))
-
-
-def mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=32,
-    )  # fmt: skip
-    return seeded(lambda: transformers.MixtralForCausalLM(config))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama tied": lambda: llama(tie_word_embeddings=True),
-    "gpt2": gpt2,
-    "mixtral": mixtral,
+    "gpt2": lambda: seeded(gpt2),
+    "mixtral": lambda: seeded(mixtral),
 }
 
 
