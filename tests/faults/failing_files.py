@@ -14,15 +14,10 @@ from torch import Tensor
 
 from penstock.errors import NvmeError
 from penstock.runtime.aio import File, Transfer
+from tests.lib.memory import shorten_rings
 
 #: A transfer cannot be started, or it ends with an error of the disk.
 When = Literal["submission", "completion"]
-
-
-def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rings of two slots: they do not hold all records of a small model, so files are read."""
-    monkeypatch.setattr("penstock.tiers.staging.LEAST_FILE_SLOTS", 2)
-    monkeypatch.setattr("penstock.tiers.staging.MOST_FILE_SLOTS", 2)
 
 
 @dataclass
@@ -54,7 +49,7 @@ class Faults:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Files made from here on are subject to the faults, and are read: no ring holds all of a small model."""
         faults = self
-        small_rings(monkeypatch)
+        shorten_rings(monkeypatch)
 
         class FailingFile(File):
             def read(self, offset: int, into: Tensor, **rest: Any) -> Transfer:
