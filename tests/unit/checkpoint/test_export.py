@@ -19,7 +19,7 @@ from penstock.ext import export as module
 from penstock.rules import split_master
 from tests.lib.models import WORDS, llama, seeded
 from tests.lib.ranks import run_ranks
-from tests.lib.refusals import Refusal, refused, rows
+from tests.lib.refusals import Refusal, refused, rows, said_by
 from tests.models.transformers_rows import gpt2, mixtral
 
 transformers = pytest.importorskip("transformers")
@@ -416,18 +416,14 @@ def export_with_a_full_disk_on_one(rank: int, checkpoint: str, out: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(os, "pwrite", full)
-        try:
-            penstock.export(checkpoint, out, max_shard_bytes=20_000)
-        except penstock.CheckpointError as error:
-            return str(error)
-    return ""
+        return said_by(lambda: penstock.export(checkpoint, out, max_shard_bytes=20_000))
 
 
 def test_a_rank_that_fails_stops_all(tmp_path: Path) -> None:
     saved(llama(), tmp_path / "step", steps=0)
     said = run_ranks(export_with_a_full_disk_on_one, 2, str(tmp_path / "step"), str(tmp_path / "out"))
     assert re.search(r"model-\d+-of-\d+\.safetensors failed: No space left.*Free space there", said[1])
-    assert said[0].startswith("Rank 1 of 2 failed")
+    assert said[0].startswith("CheckpointError: Rank 1 of 2 failed")
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
 
 
