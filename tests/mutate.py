@@ -74,7 +74,7 @@ FAULTS = {
         "engine/gradients/reduce.py",
         "parts, adds, stale, known, label)",
         "parts, False, stale, known, label)",
-        ["tests/parity/test_plain.py::test_ten_steps_stay_with_plain_torch_on_the_whole_batch"],
+        ["tests/parity/test_table.py::test_steps_are_plain_torchs"],
     ),
     "a rank has another's shard": Fault(
         1,

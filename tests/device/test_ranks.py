@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.runtime.streams import Streams
 from tests.device.running import late_ranks, strict
+from tests.distributed.test_order import Mean
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline
 from tests.parity.compare import bits
@@ -52,17 +53,7 @@ class Mixing(nn.Module):
     """A batch norm over ranks, by the user's own collective in forward, and another one in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = x.detach().mean(0)
-        dist.all_reduce(mean)
-        x = x - mean / 2
-        if x.requires_grad:
-            x.register_hook(self.sum_over_ranks)
-        return x
-
-    def sum_over_ranks(self, grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad / 2
+        return x - Mean.apply(x.mean(0), dist.group.WORLD)
 
 
 def mixing(rank: int, placement: penstock.Placement | None) -> list[Any]:
@@ -96,25 +87,11 @@ def devices_taken() -> list[str]:
     return [*devices, str(torch.accelerator.current_device_index())]
 
 
-def on_one_device(rank: int) -> str:
-    """Both ranks have made the second device the current one."""
-    torch.accelerator.set_device_index(1)
-    model = make_model()
-    try:
-        penstock.prepare(model, torch.optim.AdamW(model.parameters()))
-    except penstock.ConfigError as error:
-        return str(error)
-    finally:
-        torch.accelerator.set_device_index(rank)
-    return ""
-
-
 def with_a_device(rank: int, folder: Path) -> dict[str, Any]:
     taken = devices_taken()
     placement = penstock.Placement(params="nvme", grads="cpu", optimizer="cpu", nvme_path=folder)
     return {
         "taken": taken,
-        "refused": on_one_device(rank),
         "rows": measured(lambda: rows(rank, lambda: strict(rank), on_device=True)),
         "mixing": measured(lambda: mixing(rank, placement)),
     }
@@ -152,7 +129,3 @@ def test_collectives_of_the_user_meet_their_own(found, expected):
 
 def test_ranks_take_a_device_each_where_nobody_has_set_one(found):
     assert [one["taken"] for one in found] == [["strict:0", "0"], ["strict:1", "1"]]
-
-
-def test_two_ranks_on_one_device_are_refused_by_name(found):
-    assert all("Ranks share a device: ranks 0 (strict:1" in one["refused"] for one in found)

@@ -70,8 +70,7 @@ def test_training_on_a_stream_of_the_users(native: Any, how: Movement) -> None:
     there = train(what, how, steps=2)
     with on_a_stream_of_the_users():
         here = train(what, how, steps=2, streams=strict())
-    for name, tensors in there.final.items():
-        close_to(here.final[name], tensors)
+    torch.testing.assert_close(here.final, there.final)
 
 
 def trained(
@@ -91,11 +90,6 @@ def trained(
     values = [optimizer.full_param(p) for p in model.parameters()]
     optimizer.close()
     return values
-
-
-def close_to(ours: list[Tensor], others: list[Tensor]) -> None:
-    for one, other in zip(ours, others, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 class BrokenError(Exception):
@@ -206,7 +200,7 @@ def test_compute_that_turns_from_stream_to_stream(native: Any, how: Movement) ->
         options = penstock.Options(**dict(how.options))
         optimizer = prepare_on(back_end, model, stock, placement=how.placement, precision="fp32", options=options)
         expected.append(trained(model, optimizer, 2, device))
-    close_to(*expected)
+    torch.testing.assert_close(*expected)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +217,7 @@ def test_homes_that_move_while_compute_uses_them(native: Any, how: Movement, wai
             optimizer.reload_states(non_blocking=not wait)
 
         here = trained(model, optimizer, 3, DEVICE, move)
-    close_to(here, trained(*prepared(Arithmetic(), how), 3, "cpu"))
+    torch.testing.assert_close(here, trained(*prepared(Arithmetic(), how), 3, "cpu"))
 
 
 def test_views_that_people_keep_of_gathered_parameters(native: Any) -> None:

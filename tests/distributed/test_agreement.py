@@ -130,7 +130,12 @@ def differences(rank: int) -> None:
         finally:
             group.update(as_it_was)
 
+    ema = penstock.EMA(optimizer)
+    ema.decay = 0.25 + rank / 4
+
     rows: list[tuple[Callable[[], object], str]] = [
+        (ema.update, "Ranks differ in decay: rank 0: 0.25; rank 1: 0.5."),
+        (lambda: penstock.EMA(optimizer, name=f"of{rank}"), 'Ranks differ in name: rank 0: "of0"; rank 1: "of1".'),
         (
             lambda: step_with(lr=0.01 * (1 + rank)),
             "Ranks differ in param_groups[0]['lr']: rank 0: 0.01; rank 1: 0.02. N",

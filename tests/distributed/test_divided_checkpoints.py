@@ -13,6 +13,7 @@ import penstock
 from penstock.checkpoint.reader import Checkpoint, checkpoints_in, summarize
 from penstock.checkpoint.tiles import TileWriter
 from penstock.ext.interop.dcp import import_checkpoint
+from tests.distributed.test_resharding import values_of
 from tests.distributed.test_tensor_parallel import batches, loss_of, make, mesh_of, parallelize, whole
 from tests.lib.engines import prepared
 from tests.lib.ranks import run_ranks
@@ -34,19 +35,12 @@ def _step(model: Any, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
-def _values(model: Any, optimizer: Any) -> dict[str, Any]:
-    found = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
-    for kind in ("exp_avg", "exp_avg_sq"):
-        found |= {f"{name} {kind}": optimizer.full_state(p, kind) for name, p in model.named_parameters()}
-    return found
-
-
 def _saved(rank: int, folder: Path) -> dict[str, Any]:
     model, optimizer = _prepared(2)
     _step(model, optimizer, 0)
     optimizer.save(folder / "divided")
     penstock.export(folder / "divided", folder / "by-two", dtype="fp32")
-    values = _values(model, optimizer)
+    values = values_of(optimizer, model)
     optimizer.close()
     return values
 
@@ -141,7 +135,7 @@ def _of_torch(rank: int, folder: Path) -> dict[str, Any]:
     torch.distributed.barrier()
     loaded, optimizer = _prepared(2, "fp32")
     optimizer.load(folder / "imported")
-    found = _values(loaded, optimizer)
+    found = values_of(optimizer, loaded)
     optimizer.close()
     return {name: (value, found[name]) for name, value in expected.items()}
 

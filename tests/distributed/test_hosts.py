@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -88,21 +88,16 @@ def budget_of_a_step(**arguments: object) -> memory_budget.MemoryBudget:
 
 
 @contextmanager
-def having(on_a: int, on_b: int) -> Iterator[None]:
-    """Each host has so many bytes of memory."""
-    nbytes = on_a if host_name() == "a" else on_b
+def with_bytes(function: str, on_a: int, on_b: int, made: Callable[[int], object] = int) -> Iterator[None]:
+    """What is counted by `memory_budget` is so many bytes on each host."""
+    found = made(on_a if host_name() == "a" else on_b)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_budget, "available_host_memory", lambda: HostMemory(nbytes, "the host has"))
+        patch.setattr(memory_budget, function, lambda *_: found)
         yield
 
 
-@contextmanager
-def with_free(on_a: int, on_b: int) -> Iterator[None]:
-    """Each host's disk has so many bytes free."""
-    nbytes = on_a if host_name() == "a" else on_b
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_budget, "free_disk_bytes", lambda folder: nbytes)
-        yield
+having = partial(with_bytes, "available_host_memory", made=lambda nbytes: HostMemory(nbytes, "the host has"))
+with_free = partial(with_bytes, "free_disk_bytes")
 
 
 def short_of_memory(rank: int) -> None:

@@ -15,7 +15,6 @@ from tests.distributed.wires import hybrid, listening
 from tests.lib.engines import assert_same_state, loss_of, prepared, state, train
 from tests.lib.models import Blocks
 from tests.lib.ranks import run_ranks
-from tests.lib.refusals import Refusal, refused, rows
 from tests.lib.streams import inline
 
 net = partial(Blocks, width=32)
@@ -237,17 +236,6 @@ def wire_bytes(rank: int) -> dict[str, int]:
 def test_bytes_on_the_wire_are_those_of_the_formula() -> None:
     for found in run_ranks(wire_bytes, 2):
         assert found["int8"] == found["fp8"] == found["exact"] * 260 // 512 > 0
-
-
-def at_stage(stage: int) -> None:
-    model = net()
-    options = penstock.Options(gather_format="int8")
-    penstock.prepare(model, torch.optim.AdamW(model.parameters()), stage=stage, options=options)
-
-
-@rows({f"stage {stage}": Refusal(partial(at_stage, stage), f"with stage={stage}") for stage in range(3)})
-def test_other_stages_are_refused(row: Refusal) -> None:
-    refused(row)
 
 
 def test_one_rank_rounds_nothing() -> None:

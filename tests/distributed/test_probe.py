@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.errors import ConfigError, PenstockError
 from penstock.planner.rates import Rate
 from penstock.probe import links
 from penstock.probe import measure as probing
@@ -17,6 +16,7 @@ from penstock.probe.links import measure_collectives
 from penstock.probe.measure import measure
 from penstock.runtime.control_group import ControlGroup
 from tests.lib.ranks import run_ranks
+from tests.lib.refusals import said_by
 
 CPU = torch.device("cpu")
 
@@ -32,12 +32,7 @@ def probed(rank: int, folder: str) -> dict[str, Any]:
     patch.setattr(probing, "_measure_alone", measure_alone)
     found, _ = measure(seconds=1, device=CPU)
     by_itself, _ = measure(seconds=1, device=CPU, control_group=ControlGroup())
-    try:
-        measure(folders=[folder] if rank == 0 else [], seconds=1, device=CPU)
-    except ConfigError as error:
-        refused = f"ConfigError {error}"
-    except PenstockError as error:
-        refused = str(error)
+    refused = said_by(lambda: measure(folders=[folder] if rank == 0 else [], seconds=1, device=CPU))
     patch.undo()
     pairs = [dist.new_group([0, 1]), dist.new_group([0]), dist.new_group([1])]
     control_group = ControlGroup((0, 1), rank)
@@ -64,7 +59,7 @@ def test_one_rank_measures_and_all_get_the_same(tmp_path: Path) -> None:
     # A dimension of one rank has no links.
     assert first["by dimension"] == second["by dimension"]
     assert "slowest" not in first["by dimension"]["link_bandwidth"].how
-    assert first["refused"].startswith("ConfigError The folder ")
+    assert first["refused"].startswith("ConfigError: The folder ")
     assert "missing' cannot be probed" in second["refused"]
 
 

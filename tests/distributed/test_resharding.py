@@ -33,7 +33,7 @@ def _mesh(tp: int, replicas: int) -> Any:
     return mesh_of(replicas, tp, names=("dp_replicate", "tp"))
 
 
-def _whole(optimizer: Any, model: Any, average: Any) -> dict[str, Any]:
+def values_of(optimizer: Any, model: Any, average: Any = None) -> dict[str, Any]:
     found = {}
     for name, p in model.named_parameters():
         found[name] = optimizer.full_param(p)
@@ -67,7 +67,7 @@ def _rank(rank: int, tp: int, replicas: int, form: Form, source: str, out: str) 
     if not said:
         optimizer.save(out, blocking=False)
         optimizer.synchronize()
-        found = _whole(optimizer, model, average)
+        found = values_of(optimizer, model, average)
     optimizer.close()
     return found, said
 

@@ -176,6 +176,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"options": penstock.Options(secondary_shard=3)}, "2 shard ranks are no whole nodes of 3"),
     ({"options": penstock.Options(secondary_shard=2, persistent_bytes=1 << 30)}, "nothing is gathered"),
     ({"stage": 0, "options": penstock.Options(reduce_format="int8")}, "stage=0"),
+    *(({"stage": n, "options": penstock.Options(gather_format="int8")}, f"with stage={n}") for n in range(3)),
 ]
 
 
@@ -195,6 +196,8 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
             assert text in said
     with pytest.raises(ConfigError, match="1 shard ranks are no whole nodes of 2"):
         prepare(options=penstock.Options(secondary_shard=2))
+    with pytest.raises(ConfigError, match="with stage=2"):
+        prepare(stage=2, options=penstock.Options(gather_format="int8"))
     with pytest.raises(ConfigError, match="secondary_shard=1"):
         penstock.Options(secondary_shard=1)
 

@@ -1,8 +1,12 @@
 """Files of the nvme tier whose n-th transfer fails, in place of those that `tiers.nvme` makes."""
 
 import errno
+import shutil
+import subprocess
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -10,15 +14,10 @@ from torch import Tensor
 
 from penstock.errors import NvmeError
 from penstock.runtime.aio import File, Transfer
+from tests.lib.memory import shorten_rings
 
 #: A transfer cannot be started, or it ends with an error of the disk.
 When = Literal["submission", "completion"]
-
-
-def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rings of two slots: they do not hold all records of a small model, so files are read."""
-    monkeypatch.setattr("penstock.tiers.staging.LEAST_FILE_SLOTS", 2)
-    monkeypatch.setattr("penstock.tiers.staging.MOST_FILE_SLOTS", 2)
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Faults:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Files made from here on are subject to the faults, and are read: no ring holds all of a small model."""
         faults = self
-        small_rings(monkeypatch)
+        shorten_rings(monkeypatch)
 
         class FailingFile(File):
             def read(self, offset: int, into: Tensor, **rest: Any) -> Transfer:
@@ -95,3 +94,15 @@ class _FailedTransfer:
     @property
     def done(self) -> bool:
         return bool(self._native.done)
+
+
+def mounted(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a small file system, where this process may; for a fixture."""
+    folder.mkdir()
+    command = [shutil.which("mount") or "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this process may not mount a small file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 from penstock.errors import NvmeError
 from penstock.runtime.aio import File, Queue
 from penstock.runtime.host_memory import PAGE_BYTES
+from tests.faults.failing_files import mounted
 from tests.faults.preload import run_preloaded
 from tests.lib.memory import memory
 
@@ -127,15 +127,7 @@ def test_more_than_the_disk_holds_leaves_nothing(tmp_path: Path, queue: Queue) -
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB, where this process may mount one."""
-    folder = tmp_path / "mounted"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    command = [mount or "mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    if mount is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("this process may not mount a small file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    yield from mounted(tmp_path / "mounted", "8m")
 
 
 def test_a_disk_that_gets_full(small_disk: Path, queue: Queue) -> None:

@@ -12,9 +12,10 @@ import torch
 
 import penstock
 from tests.accounts import swap_files
-from tests.faults.failing_files import Faults, small_rings
+from tests.faults.failing_files import Faults
 from tests.faults.test_training import KIND_NAMES, ROWS, Row, check_error, equal, name, nothing_stays
 from tests.lib.engines import prepare_on
+from tests.lib.memory import shorten_rings
 from tests.lib.processes import kill_once_it_says_so
 from tests.lib.streams import inline
 from tests.parity.rows import Net, make_model
@@ -24,7 +25,7 @@ EVERYTHING = Row(**dict.fromkeys(KIND_NAMES, "nvme"))
 
 @pytest.fixture(autouse=True)
 def files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_rings(monkeypatch)
+    shorten_rings(monkeypatch)
 
 
 @contextmanager

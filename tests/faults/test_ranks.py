@@ -1,7 +1,5 @@
 """A disk that fails on one rank of two: the other one does not wait for it."""
 
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import penstock
-from tests.faults.failing_files import Faults
+from tests.faults.failing_files import Faults, mounted
 from tests.faults.test_training import BATCHES, KIND_NAMES, Row
 from tests.lib.engines import prepare_on
 from tests.lib.ranks import run_ranks
@@ -129,16 +127,8 @@ def test_a_folder_that_one_rank_does_not_have_stops_every_rank(tmp_path: Path) -
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 128 KiB, with room for the files of one rank and not of two."""
-    folder = tmp_path / "mounted"
-    folder.mkdir()
-    command = [shutil.which("mount") or "mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this process may not mount a small file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    """With room for the files of one rank and not of two."""
+    yield from mounted(tmp_path / "mounted", "128k")
 
 
 def test_two_ranks_on_one_small_disk(small_disk: Path) -> None:

@@ -5,17 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tests.parity.rows import (
-    STATE_NAMES,
-    STEPS,
-    Arithmetic,
-    Net,
-    Plain,
-    Snapshot,
-    Trace,
-    batches,
-    loss_of,
-)
+from tests.parity.rows import STATE_NAMES, Arithmetic, Net, Plain, Snapshot, Trace
 
 NAMES = [name for name, _ in Net().named_parameters()]
 
@@ -59,27 +49,6 @@ def against_plain_by_step(what: Arithmetic, trace: Trace, rank: int = 0, world_s
         tolerances = {"param": {"relative": 1e-6, "of_largest": 1e-7}, **dict.fromkeys(STATE_NAMES, moments)}
         for message in _snapshots(trace.snapshots[step + 1], plain.snapshot(), tolerances):
             yield f"step {step}: {message}"
-
-
-def against_plain_run(
-    what: Arithmetic, trace: Trace, world_size: int = 1, *, of_largest: float = 4e-6
-) -> Iterator[str]:
-    """All steps from the same start, each side from its own states, plain torch on the ranks' batches put together.
-
-    fp32 only.
-
-    Differences in the last bit come back through the next gradients, where terms of both signs cancel, and Adam divides
-    by the size of the gradient: elements may be 1e-6 of themselves plus `of_largest` of their tensor's largest apart.
-    """
-    plain = Plain(what, 1)
-    for step in range(STEPS):
-        plain.model.zero_grad()
-        for ranks in batches(world_size, what.accumulation)[step]:
-            together = torch.cat([x for x, _ in ranks]), torch.cat([y for _, y in ranks])
-            loss_of(plain.model, together).backward()
-        plain.step([p.grad for p in plain.model.parameters()])
-    within = {"relative": 1e-6, "of_largest": of_largest}
-    yield from _snapshots(trace.final, plain.snapshot(), dict.fromkeys(("param", *STATE_NAMES), within))
 
 
 def bits(trace: Trace) -> list[object]:

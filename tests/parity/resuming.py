@@ -50,7 +50,6 @@ class Run:
     """One engine.
 
     Attributes:
-        options_of_rule: keyword arguments of the optimizer.
         offloaded: kinds, and to where, when it saves, and right after it was loaded.
         mesh: its shape, where it is not the default group.
     """
@@ -60,13 +59,11 @@ class Run:
     streams: Callable[[], Streams] = inline
     model: Callable[[], nn.Module] = Net
     rule: Any = None
-    options_of_rule: tuple[tuple[str, Any], ...] = ()
-    units: Any = None
     offloaded: tuple[tuple[str, ...], str] | None = None
     mesh: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        rest = [f"{k}={getattr(self, k)}" for k in ("rule", "offloaded", "mesh", "units") if getattr(self, k)]
+        rest = [f"{k}={getattr(self, k)}" for k in ("rule", "offloaded", "mesh") if getattr(self, k)]
         name = f"{self.model.__name__} {changed(self.what)} {self.streams.__name__} {changed(self.how)}"
         return " ".join([name, *rest])
 
@@ -77,7 +74,7 @@ class Run:
             model = self.model()
         trained = [p for p in model.parameters() if p.requires_grad]
         what = self.what
-        given = what.make_optimizer(trained) if self.rule is None else self.rule(trained, **dict(self.options_of_rule))
+        given = what.make_optimizer(trained) if self.rule is None else self.rule(trained)
         optimizer = prepare_on(
             self.streams(),
             model,
@@ -89,7 +86,6 @@ class Run:
             max_grad_norm=what.clip,
             reduce_dtype=what.reduce_dtype,
             grad_accumulation_dtype=what.accumulation_dtype,
-            units=self.units,
             mesh=init_device_mesh("cpu", self.mesh, mesh_dim_names=("replicate", "shard")) if self.mesh else None,
             overlap=self.how.overlap,
             options=penstock.Options(**{"reduce_op": what.reduce_op, **dict(self.how.options)}),

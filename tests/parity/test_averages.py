@@ -1,11 +1,12 @@
 """Averages of the parameters: those of torch, and the same at every world size. The table has them everywhere."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import penstock
 from tests.lib.ranks import run_ranks
@@ -23,15 +24,23 @@ FORMS = [
 ]
 
 
-def plain(what: Arithmetic) -> list[Tensor]:
-    """The average by torch, of the masters."""
-    model, optimizer = prepared(what, Movement())
-    average = [optimizer.full_param(p) for p in model.parameters()]
+def train(model: nn.Module, optimizer: penstock.Optimizer, update: Callable[[], object]) -> None:
     for (batch,), *_ in batches(1, 1)[:STEPS]:
         optimizer.backward(loss_of(model, batch))
         optimizer.step()
         optimizer.zero_grad()
-        torch._foreach_lerp_(average, [optimizer.full_param(p) for p in model.parameters()], 1 - DECAY)
+        update()
+
+
+def values(model: nn.Module, optimizer: penstock.Optimizer) -> list[Tensor]:
+    return [optimizer.full_param(p) for p in model.parameters()]
+
+
+def plain(what: Arithmetic) -> list[Tensor]:
+    """The average by torch, of the masters."""
+    model, optimizer = prepared(what, Movement())
+    average = values(model, optimizer)
+    train(model, optimizer, lambda: torch._foreach_lerp_(average, values(model, optimizer), 1 - DECAY))
     optimizer.close()
     return average
 
@@ -40,13 +49,9 @@ def plain(what: Arithmetic) -> list[Tensor]:
 def test_it_is_the_one_that_torch_has_of_the_masters(what: Arithmetic) -> None:
     model, optimizer = prepared(what, Movement(grads="cpu", optimizer="cpu").but(**SMALL), separate())
     ema = penstock.EMA(optimizer, DECAY, tier="cpu")
-    for (batch,), *_ in batches(1, 1)[:STEPS]:
-        optimizer.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-        ema.update()
+    train(model, optimizer, ema.update)
     with ema.applied():
-        found = [optimizer.full_param(p) for p in model.parameters()]
+        found = values(model, optimizer)
     optimizer.close()
     wanted = plain(what)
     if what.master == "none":  # as it is shown: rounded, halfway away from zero
@@ -74,7 +79,7 @@ def trained_on(
     with ema.applied():
         with torch.no_grad():
             inside = model(batches(1, 1)[0][0][0][0])
-        average = [optimizer.full_param(p) for p in model.parameters()]
+        average = values(model, optimizer)
     with torch.no_grad():
         after = model(batches(1, 1)[0][0][0][0])
     optimizer.close()
@@ -92,24 +97,3 @@ def test_two_ranks_have_the_average_of_one_and_resume_at_another_world_size(tmp_
         first, second = run_ranks(trained_on, 2, 2, what, how, tier, str(tmp_path / saved), True)
         assert first == second == goes_on
     assert trained_on(0, 1, what, Movement(), "cpu", str(tmp_path / "b"), True) == goes_on
-
-
-def with_other_decays(rank: int) -> list[str]:
-    _, optimizer = prepared(Arithmetic(), Movement())
-    ema = penstock.EMA(optimizer)
-    ema.decay = 0.1 + rank / 10
-    messages = []
-    for call in (ema.update, lambda: penstock.EMA(optimizer, name=f"of{rank}")):
-        with pytest.raises(penstock.PenstockError) as caught:
-            call()
-        messages.append(str(caught.value))
-    ema.decay = 0.5
-    ema.update()
-    optimizer.close()
-    return messages
-
-
-def test_ranks_that_average_otherwise_are_told() -> None:
-    for messages in run_ranks(with_other_decays, 2):
-        assert "decay" in messages[0]
-        assert "name" in messages[1]

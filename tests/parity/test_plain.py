@@ -1,4 +1,4 @@
-"""Whole runs beside plain torch's, each side from its own states; the table compares step by step."""
+"""Runs beside plain torch's, each side from its own states; the table compares step by step."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import penstock
 from tests.lib.engines import assert_same_state, prepare_on
 from tests.lib.ranks import run_ranks
-from tests.lib.streams import inline, separate
-from tests.parity.compare import against_plain_by_step, against_plain_run
+from tests.lib.streams import inline
+from tests.parity.compare import against_plain_by_step
 from tests.parity.rows import (
     PLACEMENTS,
     Arithmetic,
@@ -22,24 +22,8 @@ from tests.parity.rows import (
 )
 from tests.parity.table import RULES
 
-KIB = 1 << 10
 RULE_STEPS = 4
 EVERYTHING_ON_CPU = PLACEMENTS[2]
-
-
-def check_run(rank: int, world_size: int, of_largest: float) -> list[str]:
-    what, how = Arithmetic(accumulation=2, clip=0.5), EVERYTHING_ON_CPU.but(tile_bytes=4 * KIB)
-    trace = train(what, how, rank=rank, world_size=world_size, streams=separate())
-    return list(against_plain_run(what, trace, world_size, of_largest=of_largest))
-
-
-def test_ten_steps_stay_with_plain_torch_on_the_whole_batch() -> None:
-    """The mean over two ranks' batches of one size is the mean over the batches put together, summed otherwise.
-
-    Adam divides the difference by the size of the gradient, which is near zero for some elements.
-    """
-    assert check_run(0, 1, 4e-6) == []
-    assert run_ranks(check_run, 2, 2, 1e-3) == [[], []]
 
 
 def test_units_of_persistent_parameters_step_as_plain_torch_does() -> None:

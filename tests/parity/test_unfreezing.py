@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.lib.engines import prepare_on
+from tests.lib.engines import assert_same_state, prepare_on
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, late, released, separate
 from tests.parity.rows import Movement, Net, batches, changed, loss_of, make_model, shares
@@ -79,17 +79,21 @@ def group(params: list[nn.Parameter], step: int) -> dict[str, Any]:
     return {"params": params, "lr": 1e-3 * step, **({"weight_decay": 0.0} if step == 4 else {})}
 
 
-def plain() -> dict[str, Tensor]:
-    model = make()
-    optimizer = stock(model, foreach=False)
+def train(model: Net, optimizer: torch.optim.Optimizer) -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for step in range(STEPS):
         if step in CHANGES:
             optimizer.add_param_group(group(CHANGES[step](model), step))
-        loss_of(model, batches(1, 1)[step][0][0]).backward()
+        loss = loss_of(model, batches(1, 1)[step][0][0])
+        optimizer.backward(loss) if isinstance(optimizer, penstock.Optimizer) else loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+
+
+def plain() -> dict[str, Tensor]:
+    model = make()
+    train(model, stock(model, foreach=False))
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -106,19 +110,10 @@ def ours(how: Movement, streams: Streams) -> dict[str, Tensor]:
         precision="fp32",
         options=penstock.Options(**dict(how.but(**SMALL).options)),
     )
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for step in range(STEPS):
-        if step in CHANGES:
-            optimizer.add_param_group(group(CHANGES[step](model), step))
-        optimizer.backward(loss_of(model, batches(1, 1)[step][0][0]))
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+    train(model, optimizer)
     found = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
     optimizer.close()
-    left = {name: p.detach().float() for name, p in model.named_parameters()}
-    assert left.keys() == found.keys()
-    assert all(torch.equal(left[name], found[name]) for name in found)
+    assert_same_state({name: p.detach().float() for name, p in model.named_parameters()}, found)
     return found
 
 
@@ -144,17 +139,15 @@ def test_as_plain_torch_trains_them(streams: Callable[[], Streams], how: Movemen
         assert (value - wanted[name]).abs().max() <= 2e-6 * largest, (changed(how), name)
 
 
-def on_a_rank(rank: int, how: Movement) -> dict[str, list[float]]:
-    return {name: value.flatten().tolist() for name, value in ours(how, separate()).items()}
+def on_a_rank(rank: int, how: Movement) -> dict[str, Tensor]:
+    return ours(how, separate())
 
 
 @pytest.mark.parametrize("how", [ON_CPU, Movement(1, optimizer="cpu")], ids=changed)
 def test_two_ranks_train_what_one_does(how: Movement) -> None:
-    one = on_a_rank(0, how)
     first, second = run_ranks(on_a_rank, 2, how)
-    assert first == second
-    for name, values in first.items():
-        torch.testing.assert_close(torch.tensor(values), torch.tensor(one[name]), rtol=1e-5, atol=1e-6)
+    assert_same_state(first, second)
+    torch.testing.assert_close(first, on_a_rank(0, how), rtol=1e-5, atol=1e-6)
 
 
 def told_apart(rank: int) -> list[Any]:

@@ -8,7 +8,6 @@ import torch
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, separate, simulated
 from tests.parity.rows import Movement, shares
 from tests.parity.whole import Outcome, different, furthest, plain, train
@@ -102,24 +101,3 @@ def test_state_may_move_between_steps() -> None:
 
     for how in (Movement(optimizer="nvme"), NVME):
         assert different(train(how, between=move, streams=separate()), reference({})) == []
-
-
-def _ranks(
-    rank: int, rows: list[tuple[int, Movement]], what: dict[str, Any], world_size: int
-) -> tuple[list[str], float]:
-    expected = train(Movement(stage=rows[0][0]), rank=rank, world_size=world_size, **what)
-    found = []
-    for stage, how in rows:
-        ours = train(how.but(stage=stage), rank=rank, world_size=world_size, streams=separate(), **what)
-        found += [f"{stage} {how}: {name}" for name in different(ours, expected)]
-    ours = train(CPU, rank=rank, world_size=world_size)
-    return found, furthest(ours, plain(world_size=world_size))
-
-
-def test_two_ranks_in_every_placement() -> None:
-    rows = [(3, NVME), (2, Movement()), (1, CPU)]
-    for found, furthest_of_plain in run_ranks(_ranks, 2, rows, {"precision": "bf16", "accumulation": 2}, 2):
-        assert found == []
-        # Two ranks sum their gradients in another order than one does: the last bit of a matrix before it is rounded
-        # to bf16 for its orthogonal one.
-        assert furthest_of_plain < 2e-2

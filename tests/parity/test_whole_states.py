@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CheckpointError, ConfigError
 from penstock.optim import Lamb, register
+from tests.lib.engines import assert_same_state
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import separate
 from tests.parity import whole
@@ -99,11 +100,6 @@ def states_of(found: State, name: str) -> list[str]:
     return [each.removeprefix(f"{name} ") for each in found if each.startswith(f"{name} ")]
 
 
-def different(one: State, other: State) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
-
-
 def trained(make: str, how: Movement, steps: int = 3, **rest: Any) -> State:
     model, optimizer = prepared(make, how, **rest)
     for number in range(steps):
@@ -118,7 +114,7 @@ def test_placement_does_not_change_states_of_any_shape(make: str) -> None:
     for precision in ("fp32", "bf16")[make == "adafactor" :]:
         expected = trained(make, Movement(), precision=precision)
         for how in (CPU, NVME, CPU.but(whole_updates="home"), Movement(3, "cpu", "cpu", "cpu", "backward")):
-            assert different(trained(make, how, precision=precision, streams=separate()), expected) == [], how
+            assert_same_state(trained(make, how, precision=precision, streams=separate()), expected)
 
 
 @pytest.mark.parametrize("make", ["adafactor", "lamb", "rows"])
@@ -155,12 +151,12 @@ def test_states_of_any_shape_are_given_and_taken(make: str) -> None:
         if p.requires_grad:
             for state in states_of(expected, name):
                 by_hand.set_full_state(r, state, expected[f"{name} {state}"])
-    assert different(all_of(other, second), expected) == []
-    assert different(all_of(third, by_hand), expected) == []
+    assert_same_state(all_of(other, second), expected)
+    assert_same_state(all_of(third, by_hand), expected)
     step(model, optimizer, 1)
     step(other, second, 1)
     expected = all_of(model, optimizer)
-    assert different(all_of(other, second), expected) == []
+    assert_same_state(all_of(other, second), expected)
 
     plain = deepcopy(first_model())
     before = MAKES[make](plain)
@@ -207,7 +203,7 @@ def test_a_run_goes_on_elsewhere_bit_for_bit(make: str, options: dict[str, Any],
         resumed.load(tmp_path / "a")
         for number in range(2, 4):
             step(again, resumed, number)
-        assert different(all_of(again, resumed), expected) == [], how
+        assert_same_state(all_of(again, resumed), expected)
 
 
 def _save(rank: int, world_size: int, make: str, how: Movement, folder: str) -> State:
@@ -233,9 +229,9 @@ def _load(rank: int, world_size: int, make: str, how: Movement, folder: str) -> 
 def test_saved_by_two_ranks_and_loaded_by_three_and_by_one(tmp_path: Path) -> None:
     given = str(tmp_path)
     saved, same = run_ranks(_save, 2, 2, "muon", CPU, given)
-    assert different(saved, same) == []
+    assert_same_state(saved, same)
     for found in (*run_ranks(_load, 3, 3, "muon", NVME, given), _load(0, 1, "muon", CPU.but(stage=1), given)):
-        assert different(found, saved) == []
+        assert_same_state(found, saved)
 
 
 def test_a_count_that_adafactor_kept_in_checkpoints_before_is_read(tmp_path: Path) -> None:
@@ -251,7 +247,7 @@ def test_a_count_that_adafactor_kept_in_checkpoints_before_is_read(tmp_path: Pat
     second.load(tmp_path / "two")
     for each in ((model, optimizer), (other, second)):
         step(*each, 2)
-    assert different(all_of(other, second), all_of(model, optimizer)) == []
+    assert_same_state(all_of(other, second), all_of(model, optimizer))
 
 
 #: What is saved, what loads it, and what is said.
@@ -274,4 +270,4 @@ def test_a_checkpoint_of_another_rule_is_refused_before_anything_changes(
     before = all_of(other, second)
     with pytest.raises(CheckpointError, match=text):
         second.load(tmp_path / "a")
-    assert different(all_of(other, second), before) == []
+    assert_same_state(all_of(other, second), before)

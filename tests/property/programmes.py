@@ -19,16 +19,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.runtime.streams import Streams
 from tests.lib.engines import prepare_on
 from tests.lib.interrupts import interrupt
 from tests.lib.memory import disks
+from tests.lib.models import WIDTH, Blocks
 from tests.lib.streams import inline, late, released, separate
 
-WIDTH, BLOCKS = 16, 3
+BLOCKS = 3
 KINDS = ("param", "grad", "master", "optimizer")
 Operation = tuple[Any, ...]
 
@@ -43,32 +43,22 @@ class OutOfOrderError(Exception):
 class Block(nn.Module):
     """Matrices, a norm, a parameter that is used element by element."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.gelu(self.norm(self.linear(x))) * self.scale
 
 
-class Net(nn.Module):
+def make_net(checkpointed: bool) -> Blocks:
     """Blocks between two ends with one weight."""
-
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.last = nn.Linear(WIDTH, WIDTH)
-        self.last.weight = self.first.weight
-        self.checkpointed = checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return self.last(x)
+    recomputes = False if checkpointed else None
+    model = Blocks(BLOCKS, inputs=WIDTH, outputs=WIDTH, make=Block, recomputes=recomputes, seed=1)
+    model.last.weight = model.first.weight
+    return model
 
 
 def noise(seed: int, *shape: int) -> Tensor:
@@ -85,7 +75,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 class Side:
     """A model, an optimizer, and the graphs that wait for their backward."""
 
-    def __init__(self, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: Blocks, optimizer: torch.optim.Optimizer) -> None:
         self.model = model
         self.optimizer = optimizer
         self.graphs: list[Tensor] = []
@@ -261,7 +251,7 @@ SAVED: dict[Path, Any] = {}  # of plain torch: what Penstock has in files
 class Ours(Side):
     optimizer: penstock.Optimizer
 
-    def __init__(self, model: Net, optimizer: penstock.Optimizer, state: str) -> None:
+    def __init__(self, model: Blocks, optimizer: penstock.Optimizer, state: str) -> None:
         super().__init__(model, optimizer)
         self.state = state
 
@@ -331,9 +321,7 @@ class Setting:
     tile_bytes: int
 
     def make(self) -> tuple[Ours, Side]:
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            model = Net(self.checkpointed)
+        model = make_net(self.checkpointed)
         plain = copy.deepcopy(model)
         optimizer = prepare_on(
             STREAMS[self.streams](),
@@ -589,7 +577,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor], what: str) -> None:
         assert torch.equal(a, b), f"{what}: number {number} differs by {(a - b).abs().max()}"
 
 
-MODELS = (Net.forward.__code__, Block.forward.__code__)
+MODELS = (Blocks.forward.__code__, Block.forward.__code__)
 
 
 def run_programme(setting: Setting, programme: list[Operation]) -> list[str]:

@@ -19,21 +19,17 @@ from tests.accounts import assert_table_agrees
 from tests.lib.engines import prepare_on, same_bits
 from tests.lib.fuzz import SEED, TIMES
 from tests.lib.memory import disks
+from tests.lib.models import seeded
 from tests.lib.ranks import run_ranks
 from tests.lib.streams import inline, late, separate
+from tests.property.programmes import KINDS, Operation, OutOfOrderError, noise
 
 WIDTH, INPUTS = 24, 6
-KINDS = ("param", "grad", "master", "optimizer")
 WHERE: list[Any] = [
     *("device", "cpu", "cpu", "nvme"),
     *({"device": 0.5, "cpu": 0.5}, {"device": 0.3, "nvme": 0.7}, {"cpu": 0.6, "nvme": 0.4}),
     {"device": 0.4, "cpu": 0.4, "nvme": 0.2},
 ]
-Operation = tuple[Any, ...]
-
-
-class OutOfOrderError(Exception):
-    pass
 
 
 class Block(nn.Module):
@@ -69,21 +65,11 @@ class Net(nn.Module):
         return x @ self.embed.weight
 
 
-def make_net() -> Net:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return Net()
-
-
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """The large eps keeps Adam from blowing up a last bit where a gradient is near zero."""
     first, *rest = model.parameters()
     groups = [{"params": [first], "weight_decay": 0.1}, {"params": rest, "lr": 5e-3}]
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-2, foreach=False)
-
-
-def noise(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Loop:
@@ -93,7 +79,7 @@ class Loop:
         self, streams: Streams, placement: penstock.Placement, precision: str, overlap: str, stage: int
     ) -> None:
         self.log: list[Tensor] = []
-        self.model = make_net()
+        self.model = seeded(Net, 1)
         self.optimizer: penstock.Optimizer = prepare_on(
             streams,
             self.model,

@@ -19,34 +19,19 @@ from penstock.ext import export as module
 from penstock.rules import split_master
 from tests.lib.models import WORDS, llama, seeded
 from tests.lib.ranks import run_ranks
-from tests.lib.refusals import Refusal, refused, rows
+from tests.lib.refusals import Refusal, refused, rows, said_by
+from tests.models.transformers_rows import gpt2, mixtral
 
 transformers = pytest.importorskip("transformers")
 
 IDS = torch.arange(24).reshape(2, 12) % WORDS
 
 
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=WORDS, bos_token_id=1, eos_token_id=2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return seeded(lambda: transformers.GPT2LMHeadModel(config))
-
-
-def mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=32,
-    )  # fmt: skip
-    return seeded(lambda: transformers.MixtralForCausalLM(config))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama tied": lambda: llama(tie_word_embeddings=True),
-    "gpt2": gpt2,
-    "mixtral": mixtral,
+    "gpt2": lambda: seeded(gpt2),
+    "mixtral": lambda: seeded(mixtral),
 }
 
 
@@ -431,18 +416,14 @@ def export_with_a_full_disk_on_one(rank: int, checkpoint: str, out: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(os, "pwrite", full)
-        try:
-            penstock.export(checkpoint, out, max_shard_bytes=20_000)
-        except penstock.CheckpointError as error:
-            return str(error)
-    return ""
+        return said_by(lambda: penstock.export(checkpoint, out, max_shard_bytes=20_000))
 
 
 def test_a_rank_that_fails_stops_all(tmp_path: Path) -> None:
     saved(llama(), tmp_path / "step", steps=0)
     said = run_ranks(export_with_a_full_disk_on_one, 2, str(tmp_path / "step"), str(tmp_path / "out"))
     assert re.search(r"model-\d+-of-\d+\.safetensors failed: No space left.*Free space there", said[1])
-    assert said[0].startswith("Rank 1 of 2 failed")
+    assert said[0].startswith("CheckpointError: Rank 1 of 2 failed")
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
 
 

@@ -28,6 +28,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def optimizer() -> Iterator[penstock.Optimizer]:
+    model = torch.nn.Linear(16, 16, bias=False)
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+    yield optimizer
+    optimizer.close()
+
+
 def opcodes(work: Callable[[], object]) -> int:
     """What Python does for some work: the same on every machine, however busy it is, and whatever ran before.
 
@@ -164,7 +172,7 @@ def test_the_memory_that_json_takes_is_not_guessed_too_low(text):
 
 
 @pytest.mark.parametrize("value", [MOST_SERIAL + 1, -1, 1 << 64])
-def test_a_serial_that_no_save_counts_to(whole, tmp_path, value):
+def test_a_serial_that_no_save_counts_to(whole, optimizer, tmp_path, value):
     def grow(content: Content, table: Content, count: int) -> int:
         content["serial"] = value
         return 0
@@ -172,38 +180,29 @@ def test_a_serial_that_no_save_counts_to(whole, tmp_path, value):
     folder = grown(whole, tmp_path / "step-1", grow, 0)
     with pytest.raises(penstock.CheckpointError, match="'serial' is "):
         read_manifest(folder)
-    model = torch.nn.Linear(16, 16, bias=False)
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
     optimizer.save(tmp_path / "step-2", extra={"kept": 2})  # what cannot be read does not count
     assert optimizer.load(tmp_path / "latest") == {"kept": 2}
-    optimizer.close()
 
 
-def test_the_last_serial_is_followed_by_none(whole, tmp_path):
+def test_the_last_serial_is_followed_by_none(whole, optimizer, tmp_path):
     def grow(content: Content, table: Content, count: int) -> int:
         content["serial"] = MOST_SERIAL
         return 0
 
     grown(whole, tmp_path / "step-1", grow, 0)
-    model = torch.nn.Linear(16, 16, bias=False)
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(
         penstock.CheckpointError, match=r"step-1 says that it is the last that can be counted\. Remove it"
     ):
         optimizer.save(tmp_path / "step-2", extra={"kept": 2})
     assert optimizer.load(tmp_path / "latest") == {"kept": 1}
     assert not (tmp_path / "step-2" / MARKER).exists()
-    optimizer.close()
 
 
-def test_what_could_not_be_read_again_is_not_saved(whole, tmp_path, monkeypatch):
+def test_what_could_not_be_read_again_is_not_saved(optimizer, tmp_path, monkeypatch):
     monkeypatch.setattr("penstock.checkpoint.format.MOST_MARKER_BYTES", 10_000)
-    model = torch.nn.Linear(16, 16, bias=False)
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(penstock.CheckpointError, match=r"extra makes a checkpoint.json of .* Save large values as "):
         optimizer.save(tmp_path / "step", extra={"log": list(range(10_000))})
     assert not (tmp_path / "step" / MARKER).exists()
-    optimizer.close()
 
 
 def test_keys_that_people_have_are_kept():

@@ -27,6 +27,7 @@ from penstock.layout import Region, Slot
 from penstock.runtime.topology import Grid
 from tests.lib.fuzz import examples
 from tests.unit.checkpoint.test_hostile import opcodes
+from tests.unit.checkpoint.test_importing import reader
 
 Cuts = Sequence[Sequence[int]]  # where each dimension is cut, from 0 to its size
 
@@ -90,10 +91,6 @@ def write(folder: Path, values: dict[str, Tensor], cuts: Mapping[str, Cuts], mon
     zeros = {key: reader(torch.zeros(0)) for key in ("exp_avg", "exp_avg_sq")}
     incoming = [Incoming(n, tuple(values[n].shape), torch.float32, 7, zeros["exp_avg"], zeros) for n in names]
     write_checkpoint(folder, incoming, rule="adam", groups=[(names, {"lr": 0.5})], buffers={}, extra={})
-
-
-def reader(values: Tensor) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: values[start:stop]
 
 
 def build() -> tuple[nn.Module, dict[str, Tensor]]:

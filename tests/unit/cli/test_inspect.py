@@ -6,26 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import penstock
 from penstock.checkpoint.reader import Checkpoint
 from tests.lib.memory import disks
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
-        self.frozen = nn.Linear(64, 64).requires_grad_(False)
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.frozen(self.layers(x))
+from tests.lib.models import stack
 
 
 def save(folder: Path, steps: int = 2, extra: Any = None, **rest: Any) -> None:
-    model = Model()
+    model = stack(layers=4, width=64)
+    model[-1].requires_grad_(False)
+    model.register_buffer("seen", torch.zeros(3))
     trained = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW([{"params": trained[:2]}, {"params": trained[2:], "lr": 0.5}])
     optimizer = penstock.prepare(model, adamw, options=penstock.Options(tile_bytes=4096), **rest)
@@ -60,7 +51,7 @@ def test_what_is_said_is_what_was_saved(penstock_command: Callable[..., Any], tm
     found = json.loads(outcome.out)
     assert found["path"] == "run/step-2"
     assert found["world_size"] == 1
-    assert found["model"] == "Model"
+    assert found["model"] == "Sequential"
     assert found["versions"].keys() == {"penstock", "torch"}
     assert found["steps"] == {"least": 2, "greatest": 2}
     linear = 64 * 64 + 64

@@ -18,7 +18,6 @@ from penstock import ConfigError, Placement
 from penstock.cli import planning
 from penstock.cli.app import app
 from penstock.cli.planning import precision_on
-from penstock.cli.request import batch_size
 from penstock.planner import Machine, Plan
 from penstock.planner.plans import Shortfall
 from penstock.recompute import can_be_told, recomputes
@@ -408,13 +407,6 @@ def test_what_is_computed_in_follows_from_the_machine() -> None:
     old = Machine("old", "cuda", {name: node.figures[name] for name in ("flops_float32", "device_memory")})
     assert [precision_on(machine, "auto") for machine in (node, laptop, old)] == ["bf16", "fp32", "fp32"]
     assert [precision_on(machine, "fp16") for machine in (node, laptop)] == ["fp16", "fp16"]
-
-
-def test_a_batch_is_two_numbers() -> None:
-    assert batch_size(" 16x1024 ") == (16, 1024)
-    for text in ("", "x", "1x", "0x8", "1x1", "1.5x8", "1x8x2", "65536x65536", "9" * 400 + "x2", "\uff11x\uff12"):
-        with pytest.raises(typer.BadParameter, match="is no micro-batch"):
-            batch_size(text)
 
 
 def test_the_page_has_every_option_under_its_heading() -> None:

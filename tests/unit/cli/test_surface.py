@@ -11,92 +11,39 @@ import pytest
 import typer.main
 
 from penstock.cli.app import UNREAD, app, train
+from tests.unit.cli.test_hostile_options import TABLE
 
-PLAN = {
-    "--model": "tiny",
-    "--batch": None,
-    "--accumulation": 1,
-    "--trust-remote-code": False,
-    "--lora": "",
-    **dict.fromkeys(("--precision", "--chunked-loss", "--recompute", "--packing"), "auto"),
-    "--pad-vocab-to": 1,
-    "--stage": 3,
-    **dict.fromkeys(("--params", "--grads", "--optimizer", "--activations", "--overlap"), "auto"),
-    "--options": None,
-    "--optimizer-name": "adamw",
-    "--optimizer-args": None,
-    "--max-grad-norm": 1.0,
-    "--machine": "",
-    "--gpus": 1,
-    "--hosts": 1,
-    "--mesh": None,
-    "--device-memory": None,
-    "--host-memory": None,
-    "--folders": None,
-    "--what-if": None,
-    "--measure": False,
-    "--max-step": None,
-    "--tbw": None,
-    "--explain": False,
-    "--out": "None",
-    "--trace": None,
-    "--json": False,
-    "--compare": None,
-}
-EXPORT = {
-    "checkpoint": None,
-    "out": None,
-    "--dtype": "bf16",
-    "--adapters-only": True,
-    "--no-adapters-only": True,
-    "--merge-adapters": False,
-    "--base": None,
-    "--max-shard-bytes": "5GB",
-    "--average": False,
-}
-INSPECT = {"path": None, "--verify": False, "--json": False}
-REPORT = {"runs": None, "--out": "None"}
-IMPORT = {"folder": None, "out": None}
-IMPORT_DCP = IMPORT | {"--buffer": None}
-CONVERT = {"file": None, "--out": "None", "--json": False}
-LAUNCH = {"script": None, "arguments": None, "--config": "", "-m": False, "--nproc-per-node": ""}
-PROBE = {"--folders": None, "--seconds": 60.0, "--out": "None", "--json": False}
-DOCTOR = {"--folders": None, "--json": False}
-COMMANDS = {
-    "train": {},
-    "plan": PLAN,
-    "export": EXPORT,
-    "inspect": INSPECT,
-    "report": REPORT,
-    "import-deepspeed": IMPORT,
-    "import-dcp": IMPORT_DCP,
-    "convert-config": CONVERT,
-    "launch": LAUNCH,
-    "probe": PROBE,
-    "doctor": DOCTOR,
+#: What an option is that is not given, by command; the others are nothing, or false.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "plan": {
+        "--model": "tiny",
+        **dict.fromkeys(("--accumulation", "--pad-vocab-to", "--gpus", "--hosts"), 1),
+        **dict.fromkeys(("--precision", "--chunked-loss", "--recompute", "--packing", "--overlap"), "auto"),
+        **dict.fromkeys(("--params", "--grads", "--optimizer", "--activations"), "auto"),
+        **{"--stage": 3, "--optimizer-name": "adamw", "--max-grad-norm": 1.0},
+    },
+    "export": {"--dtype": "bf16", "--adapters-only": True, "--no-adapters-only": True, "--max-shard-bytes": "5GB"},
+    "probe": {"--seconds": 60.0},
 }
 
 HEAVY = ("torch", "numpy", "transformers", "tensorboard", "datasets", "peft", "accelerate", "trl", "yaml")
 
 
 def options(command: Any) -> dict[str, Any]:
-    return {
-        name: str(p.default) if name == "--out" else p.default
-        for p in command.params
-        for name in [*p.opts, *p.secondary_opts]
-    }
+    return {name: p.default for p in command.params for name in [*p.opts, *p.secondary_opts]}
 
 
-def test_commands() -> None:
+def test_options_and_defaults() -> None:
+    """That each option is meant: `test_hostile_options.py` has a row of every one, and of no other."""
     group: Any = typer.main.get_command(app)
-    assert group.commands.keys() == COMMANDS.keys()
     assert options(group) == {"--version": False}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_options(command: str) -> None:
-    group: Any = typer.main.get_command(app)
-    assert options(group.commands[command]) == COMMANDS[command]
+    found = {command: options(group.commands[command]) for command in group.commands}
+    assert {name: set(given) for name, given in found.items()} == {name: set(rows) for name, rows in TABLE.items()}
+    given = {
+        command: {name: value for name, value in defaults.items() if value and name != "--out"}
+        for command, defaults in found.items()
+    }
+    assert {command: defaults for command, defaults in given.items() if defaults} == DEFAULTS
 
 
 @pytest.mark.parametrize("status", [0, 75])
@@ -120,7 +67,7 @@ def test_version(penstock_command: Callable[..., Any]) -> None:
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
-    typed = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS if name not in ("train", "data"))]
+    typed = [["--help"], ["--version"], *([name, "--help"] for name in TABLE if name != "train")]
     code = (
         "import sys\n"
         "from penstock.cli import main\n"

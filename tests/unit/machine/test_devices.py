@@ -51,15 +51,6 @@ def test_a_rank_takes_the_device_that_was_said(visible, said, expected):
     assert choose_device(visible, **said).device == expected
 
 
-def test_a_model_beside_the_process_group_s_device_is_refused():
-    with pytest.raises(ConfigError) as refused:
-        choose_device(Visible("cuda", 4, 0), model=cuda(0), bound=cuda(1))
-    assert str(refused.value) == (
-        "The model lies on cuda:0, and the process group is bound to cuda:1. Move the model there, leave it on the "
-        "cpu, or call init_process_group(device_id=device(type='cuda', index=0))."
-    )
-
-
 def machine_of(patch: pytest.MonkeyPatch, visible: Visible) -> list[torch.device]:
     """An accelerator that is made up. Returns the devices that were made current."""
     current: list[torch.device] = []

@@ -84,12 +84,6 @@ BY_HAND: dict[str, tuple[torch.Tensor, float, float]] = {
 }
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-def test_busy_times_by_hand(name: str) -> None:
-    point, forward_s, backward_s = BY_HAND[name]
-    assert busy_s(point) == pytest.approx(forward_s + backward_s)
-
-
 def test_parameters_off_the_device_have_only_the_compute_of_their_own_to_hide_behind() -> None:
     """All of them take 2 s to bring, of 1 s of compute: a half of the model waits for a half of the difference."""
     workload = replace(SMALL, update_bytes=0, grads_bytes=0, reduced_bytes=0, optimizer_bytes=0, own_params_bytes=0)
@@ -119,9 +113,11 @@ OTHERS: dict[str, tuple[dict[str, Any], torch.Tensor, Limits, float]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_busy_times_of_other_steps(name: str) -> None:
-    changes, point, limits, seconds = OTHERS[name]
+OTHERS |= {name: ({}, point, ROOMY, sum(windows)) for name, (point, *windows) in BY_HAND.items()}
+
+
+@pytest.mark.parametrize(("changes", "point", "limits", "seconds"), OTHERS.values(), ids=OTHERS)
+def test_busy_times_by_hand(changes: dict[str, Any], point: torch.Tensor, limits: Limits, seconds: float) -> None:
     assert busy_s(point, replace(SMALL, **changes), limits) == pytest.approx(seconds)
 
 

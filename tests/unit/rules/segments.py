@@ -92,16 +92,7 @@ def make(
 
 
 def copy_of(update_slice: UpdateSlice) -> UpdateSlice:
-    def clone(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.clone()
-
-    return replace(
-        update_slice,
-        param=clone(update_slice.param),
-        master=clone(update_slice.master),
-        states=tuple(map(clone, update_slice.states)),
-        scales=tuple(map(clone, update_slice.scales)),
-    )
+    return replace(copy_to(update_slice, update_slice.param.device), grad=update_slice.grad)
 
 
 def copy_to(update_slice: UpdateSlice, device: torch.device) -> UpdateSlice:

@@ -29,22 +29,18 @@ class Bounce:
             buffers = [{PASSING: torch.full((TILE,), 0xFF, dtype=torch.uint8)} for _ in range(BOUNCE_SLOTS)]
             ring.fill([RingSlot(buffer, buffer) for buffer in buffers])
 
-    def upload(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
-        way = CopyRoute(Tier.DEVICE, True, self.rings)
-        return CopyRoutes(streams, Ring(), reader).copy(way, (target,), (source,), after, NO_LABEL)
-
-    def download(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
-        way = CopyRoute(Tier.CPU, True, self.rings)
+    def copy(self, to: Tier, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
+        way = CopyRoute(to, True, self.rings)
         return CopyRoutes(streams, Ring(), reader).copy(way, (target,), (source,), after, NO_LABEL)
 
 
 def test_updates_do_not_hold_gathers_up():
     """All updates are submitted at once, and wait; a gather that needs none of them goes through."""
     bounce, streams, over = Bounce(), simulated(most_seconds=0), HostEvent()
-    update = bounce.upload(streams, torch.zeros(1000), torch.ones(1000), over, reader=FETCH)
+    update = bounce.copy(Tier.DEVICE, streams, torch.zeros(1000), torch.ones(1000), over, reader=FETCH)
     target = torch.zeros(1000)
     # The device's stream has an order of its own, so what is uploaded later waits; what goes down does not.
-    bounce.download(streams, target, torch.ones(1000), DONE, reader=READ).synchronize()
+    bounce.copy(Tier.CPU, streams, target, torch.ones(1000), DONE, reader=READ).synchronize()
     assert target.all()
     assert not update.done()
     streams.submit(UPDATE, lambda: None).synchronize()
@@ -69,8 +65,8 @@ def test_no_copy_of_pageable_memory_runs_on_the_callers_thread(monkeypatch, of_d
         monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     streams: Streams = AcceleratorStreams(torch.device("cpu")) if of_device else simulated(most_seconds=0)
     bounce, near = Bounce(), torch.zeros(100)
-    bounce.upload(streams, near, pageable, DONE, reader=READ).synchronize()
-    bounce.download(streams, pageable, near, DONE, reader=READ).synchronize()
+    bounce.copy(Tier.DEVICE, streams, near, pageable, DONE, reader=READ).synchronize()
+    bounce.copy(Tier.CPU, streams, pageable, near, DONE, reader=READ).synchronize()
     assert threads == {"penstock-read", "penstock-write"}
     assert near.all()
     streams.close()
@@ -81,7 +77,7 @@ def test_a_copy_that_fails_is_raised_wherever_in_the_values_it_was():
     bounce = Bounce()
     target = torch.zeros(1000)
     streams.broken = UPLOAD
-    failed = bounce.upload(streams, target, torch.ones(1000), DONE, reader=READ)
+    failed = bounce.copy(Tier.DEVICE, streams, target, torch.ones(1000), DONE, reader=READ)
     streams.broken = None
     with pytest.raises(BrokenError):
         failed.synchronize()

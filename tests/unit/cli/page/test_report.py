@@ -11,9 +11,8 @@ import pytest
 from penstock import Placement
 from penstock.cli.reporting import page as pages
 from penstock.cli.reporting.charts import drive_size
-from penstock.cli.reporting.page import page, write_page
+from penstock.cli.reporting.page import page
 from penstock.cli.reporting.run import read_run
-from penstock.errors import ConfigError
 from tests.lib.memory import disks
 from tests.unit.cli.page.runs import CURVES, FOLDER_NAME, HOSTILE, Seen, lines_of, record_loop, write_plan
 
@@ -156,8 +155,3 @@ class TestCommand:
         assert done.exit_code == 2
         assert done.err.count("\n") == 1
         assert "Install it with: pip install 'penstock[train]'" in done.err
-
-    def test_a_file_that_cannot_be_written_is_named(self, folder: Path, tmp_path: Path) -> None:
-        pytest.importorskip("plotly")
-        with pytest.raises(ConfigError, match=r"page\.html cannot be written: No such file"):
-            write_page([folder], tmp_path / "nowhere" / "page.html")
