@@ -20,16 +20,6 @@ def test_when_updates_run_changes_nothing(make_streams, device, placement, overl
     assert_same(train(make_streams(), device, placement=placement, overlap=overlap), expected, overlap)
 
 
-@pytest.mark.slow
-def test_a_stated_share_of_streamed_updates_gives_the_same_bits_again(make_streams, device):
-    """With the compiled update, where the device has a compiler."""
-    options = penstock.Options(streamed_updates=0.5, tile_bytes=8 << 10)
-    first, second = (
-        train(make_streams(), device, placement=EVERYTHING_ON_CPU, options=options, max_grad_norm=0.5) for _ in range(2)
-    )
-    assert_same(first, second, "the second run")
-
-
 @pytest.mark.parametrize("non_blocking", [False, True], ids=["waits", "does not wait"])
 @pytest.mark.parametrize("include", [None, {"master", "optimizer"}], ids=["all", "optimizer"])
 def test_states_go_and_come_back(make_streams, device, uncompiled, include, non_blocking):

@@ -200,10 +200,6 @@ FAILING = {
         "{{ raise_exception('roles must alternate') }}",
         "the chat template fails: roles must alternate (TemplateError)",
     ),
-    "it wants what is not there": (
-        "{{ messages[0].nothing.more }}",
-        "the chat template fails: 'dict object' has no attribute 'nothing' (UndefinedError)",
-    ),
     "it calls itself for ever": (
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "the chat template fails: maximum recursion depth exceeded",
