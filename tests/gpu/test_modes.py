@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import penstock
 from tests.gpu.models import EVERYTHING_ON_CPU, assert_same, build, train
@@ -27,7 +28,7 @@ def test_states_go_and_come_back(make_streams, device, uncompiled, include, non_
     expected = train(make_streams(), device)
     left: list[int] = []
 
-    def move(optimizer: penstock.Optimizer, step: int) -> None:
+    def move(model: nn.Module, optimizer: penstock.Optimizer, step: int) -> None:
         if step == 0:
             before = allocated(device)
             optimizer.offload_states(include, non_blocking=non_blocking)
@@ -52,7 +53,7 @@ def test_activations_off_the_device_change_nothing(make_streams, device, uncompi
     expected = train(make_streams(), device, placement=OPTIMIZER_ON_CPU, size=512)
     taken: list[int] = []
 
-    def look(optimizer: penstock.Optimizer, step: int) -> None:
+    def look(model: nn.Module, optimizer: penstock.Optimizer, step: int) -> None:
         taken.append(optimizer.locations().bytes(kind="activation"))
 
     placement = penstock.Placement(grads="cpu", optimizer="cpu", activations=tier, nvme_path=tmp_path)

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tests.lib.engines import squared
 from tests.lib.models import WIDTH, Block, Blocks, Buffered, OddSizes, Tied, recurrent, stack
@@ -53,18 +52,6 @@ class Stack(Blocks):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.body(self.first(x)))
-
-
-class Seq2Seq(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32, WIDTH)
-        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, 32, batch_first=True)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=self.embed.weight.dtype)
-        hidden = self.transformer(self.embed(source), self.embed(target), tgt_mask=mask, tgt_is_causal=True)
-        return F.linear(hidden, self.embed.weight)
 
 
 class Lstm(nn.Module):
@@ -243,17 +230,11 @@ def every_other(model: nn.Module, batch: Batch) -> Tensor:
     return squared(model(batch.floats(4, 8)))
 
 
-def seq2seq_loss(model: nn.Module, batch: Batch) -> Tensor:
-    target = batch.ids(32, 2, 4)
-    return F.cross_entropy(model(batch.ids(32, 2, 6), target).flatten(0, 1).float(), target.flatten())
-
-
 MODULES = [
     Family("sequential", lambda: stack(8, WIDTH, 4), on_floats(4, 8)),
     Family("one_linear", lambda: nn.Linear(8, 4), on_floats(4, 8)),
     Family("input_gradient", Stack, input_gradient),
     Family("conv_batch_norm", Buffered, on_floats(4, 3, 6, 6)),
-    Family("nn_transformer", Seq2Seq, one_loss(seq2seq_loss)),
     Family("tutorial", Tutorial, on_ids(5, 2), buffers_mix=True),
     Family("lstm", Lstm, on_ids(3, 5)),
     Family("attention_blocks", lambda: nn.Sequential(AttentionBlock(), AttentionBlock()), on_floats(2, 5, WIDTH)),

@@ -30,7 +30,7 @@ from tests.models.transformers_rows import TRANSFORMERS
 FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS, *ADAPTERS]
 #: What a dtype meets: layers and buffers; graphs, and how modules are called, differ in fp32 as they do in bf16.
 OF_DTYPES = (
-    *("conv_batch_norm", "nn_transformer", "tutorial", "lstm", "attention_blocks", "tied_by_functional", "integers"),
+    *("conv_batch_norm", "tutorial", "lstm", "attention_blocks", "tied_by_functional", "integers"),
     *("non_contiguous", "odd_sizes", "only_empty", "parameter_lists", "mixed_dtypes", "parametrized", "frozen_block"),
     *("autocast", "trained_forces"),
 )

@@ -240,9 +240,7 @@ def test_everything_at_once() -> None:
 
 AROUND = {
     "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
     "downcast_bf16": "no",
-    "enable_cpu_affinity": False,
     "machine_rank": 1,
     "main_process_ip": "10.0.0.1",
     "main_process_port": 29500,
@@ -253,9 +251,7 @@ AROUND = {
     "rdzv_backend": "static",
     "same_network": True,
     "tpu_env": [],
-    "tpu_use_cluster": False,
-    "tpu_use_sudo": False,
-    "use_cpu": False,
+    **dict.fromkeys(("debug", "enable_cpu_affinity", "tpu_use_cluster", "tpu_use_sudo", "use_cpu"), False),
 }
 FSDP_1: Mapping[str, Any] = {
     **AROUND,
