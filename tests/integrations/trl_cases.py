@@ -82,6 +82,10 @@ def texts(count: int, least: int = 3, most: int = 9, seed: int = 0) -> list[str]
     return [" ".join(WORDS[int(n)] for n in torch.randint(60, (length,), generator=random)) for length in lengths]
 
 
+def sentences() -> Dataset:
+    return Dataset.from_dict({"text": texts(24)})
+
+
 def answers(count: int, seed: int) -> list[str]:
     """What follows a prompt."""
     return [f" {text}" for text in texts(count, seed=seed)]
@@ -168,9 +172,7 @@ def from_folder(folder: Path) -> str:
 OF_GRPO = {"model": from_folder, "reward_funcs": lambda _: likes}
 OF_DISTILLATION = {"model": from_folder, "teacher_model": lambda folder: causal(seed=9)}
 CASES: Mapping[str, Case] = {
-    "sft": Case(
-        "SFT", lambda: Dataset.from_dict({"text": texts(24)}), {"max_length": 16}, {"model": lambda _: causal()}
-    ),
+    "sft": Case("SFT", sentences, {"max_length": 16}, {"model": lambda folder: causal()}),
     "dpo": Case("DPO", preferences, {"max_length": 24}, {"model": from_folder}),
     "kto": Case("KTO", labelled, {"max_length": 24}, {"model": from_folder}),
     "reward": Case("Reward", preferences, {"max_length": 24}, {"model": lambda folder: scoring()}),
