@@ -11,7 +11,6 @@ from tests.gpu.test_modes import (  # noqa: F401
     test_states_go_and_come_back,
 )
 from tests.gpu.test_movement import (  # noqa: F401
-    test_gathered_parameters_follow_the_formula,
     test_the_host_waits_for_nothing_inside_forward_and_backward,
     test_the_watch_sees_every_thread_and_only_waits_that_wait,
 )

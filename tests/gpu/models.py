@@ -65,24 +65,44 @@ def take_step(model: nn.Module, optimizer: penstock.Optimizer, x: Tensor) -> Ten
     return loss.detach()
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **HYPER)
+
+
 def train(
     streams: Streams,
     device: torch.device,
+    placement: penstock.Placement | None = None,
     *,
-    between: Callable[[penstock.Optimizer, int], object] = lambda optimizer, step: None,
+    rule: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    before: Callable[[nn.Module], object] = lambda model: None,
+    clip: Callable[[nn.Module, penstock.Optimizer], Tensor] | None = None,
+    between: Callable[[nn.Module, penstock.Optimizer, int], object] = lambda model, optimizer, step: None,
     size: int = 32,
     **rest: Any,
 ) -> list[Tensor]:
-    """Losses and parameters of three steps; `between` is called after each."""
+    """Losses, norms and parameters of three steps.
+
+    Arguments:
+        before: changes the model before it is prepared.
+        between: is called after each step.
+    """
     model = build()
-    optimizer = prepare_on(streams, model, torch.optim.AdamW(model.parameters(), **HYPER), **rest)
-    losses = []
+    before(model)
+    optimizer = prepare_on(streams, model, rule(model), placement=placement, **rest)
+    values = []
     for step, x in enumerate(batches(3, device, size=size)):
-        losses.append(take_step(model, optimizer, x))
-        between(optimizer, step)
-    parameters = [optimizer.full_param(p) for p in model.parameters()]
+        loss = loss_of(model, x)
+        optimizer.backward(loss)
+        if clip is not None:
+            values.append(clip(model, optimizer).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.detach())
+        between(model, optimizer, step)
+    found = [*(value.cpu() for value in values), *(optimizer.full_param(p) for p in model.parameters())]
     optimizer.close()
-    return [torch.stack(losses).cpu(), *parameters]
+    return found
 
 
 class _Late(torch.autograd.Function):

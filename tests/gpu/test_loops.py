@@ -1,10 +1,12 @@
 """What loops do beside backward and step: torch's own clipping, averages, unfreezing, models that nothing trains."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import penstock
-from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of, take_step
+from tests.gpu.models import EVERYTHING_ON_CPU, assert_same, batches, build, loss_of, take_step, train
 from tests.lib.engines import prepare_on
 
 STEPS = 3
@@ -16,34 +18,7 @@ PLACEMENTS = {
 OPTIONS = penstock.Options(tile_bytes=16384)
 
 
-def adamw(model) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **HYPER)
-
-
-def run(
-    streams, device, placement, *, clip=None, before=None, after=None, precision="bf16", rule=adamw
-) -> list[torch.Tensor]:
-    """Losses, and parameters at the end."""
-    model = build()
-    if before is not None:
-        before(model)
-    given = rule(model)
-    optimizer = prepare_on(streams, model, given, placement=placement, precision=precision, options=OPTIONS)
-    values, state = [], {}
-    for step, x in enumerate(batches(STEPS, device)):
-        loss = loss_of(model, x)
-        optimizer.backward(loss)
-        if clip is not None:
-            values.append(clip(model, optimizer).cpu())
-        optimizer.step()
-        optimizer.zero_grad()
-        values.append(loss.detach().cpu())
-        if after is not None:
-            after(model, optimizer, step, state)
-    values += [optimizer.full_param(p) for p in model.parameters()]
-    values += state.get("values", [])
-    optimizer.close()
-    return values
+run = partial(train, options=OPTIONS)
 
 
 @pytest.mark.parametrize(("name", "foreach"), [("device", True), ("cpu", None), ("split", False)])
@@ -63,36 +38,37 @@ def test_torchs_clipping_is_the_optimizers(make_streams, device, uncompiled, nam
 
 @pytest.mark.parametrize("tier", ["device", "cpu"])
 def test_an_average_is_the_same_wherever_it_rests(make_streams, device, uncompiled, tier):
-    def averaging(tier):
-        def after(model, optimizer, step, state):
+    def averaged(name, tier):
+        averages, found = [], []
+
+        def after(model, optimizer, step):
             if step == 0:
-                state["ema"] = penstock.EMA(optimizer, decay=0.75, tier=tier)
-            state["ema"].update()
+                averages.append(penstock.EMA(optimizer, decay=0.75, tier=tier))
+            averages[0].update()
             if step == STEPS - 1:
-                with state["ema"].applied():
-                    state["values"] = [optimizer.full_param(p) for p in model.parameters()]
-                    with torch.no_grad():
-                        state["values"].append(loss_of(model, batches(1, device)[0]).cpu())
+                with averages[0].applied(), torch.no_grad():
+                    found.extend(optimizer.full_param(p) for p in model.parameters())
+                    found.append(loss_of(model, batches(1, device)[0]).cpu())
 
-        return after
+        return [*run(make_streams(), device, PLACEMENTS[name], between=after), *found]
 
-    expected = run(make_streams(), device, PLACEMENTS["cpu"], after=averaging("cpu"))
+    expected = averaged("cpu", "cpu")
     for name in ("device", "split") if tier == "cpu" else ("device", "cpu"):
-        assert_same(run(make_streams(), device, PLACEMENTS[name], after=averaging(tier)), expected, "averages")
+        assert_same(averaged(name, tier), expected, "averages")
 
 
 def test_a_block_that_is_unfrozen_trains_the_same_everywhere(make_streams, device, uncompiled):
     def freeze(model):
         model.blocks[1].requires_grad_(False)
 
-    def unfreeze(model, optimizer, step, state):
+    def unfreeze(model, optimizer, step):
         if step == 0:
             model.blocks[1].requires_grad_(True)
             optimizer.add_param_group({"params": list(model.blocks[1].parameters()), "lr": 0.02})
 
-    expected = run(make_streams(), device, PLACEMENTS["cpu"], before=freeze, after=unfreeze)
+    expected = run(make_streams(), device, PLACEMENTS["cpu"], before=freeze, between=unfreeze)
     for placement in (PLACEMENTS["device"], PLACEMENTS["split"]):
-        assert_same(run(make_streams(), device, placement, before=freeze, after=unfreeze), expected, "unfrozen")
+        assert_same(run(make_streams(), device, placement, before=freeze, between=unfreeze), expected, "unfrozen")
 
 
 @pytest.mark.parametrize("storage", ["device", "cpu", {"device": 0.5, "cpu": 0.5}], ids=str)
@@ -122,15 +98,15 @@ def test_muon_is_the_same_wherever_it_rests(make_streams, device, uncompiled, st
 def test_a_checkpoint_goes_on_in_another_placement(make_streams, device, uncompiled, name, tmp_path):
     """Saved after the first step, loaded by a run that has taken others."""
 
-    def save(model, optimizer, step, state):
+    def save(model, optimizer, step):
         if step == 0:
             optimizer.save(tmp_path / "saved")
 
-    def load(model, optimizer, step, state):
+    def load(model, optimizer, step):
         if step == 0:
             for x in batches(2, device, size=8):
                 take_step(model, optimizer, x)
             optimizer.load(tmp_path / "saved")
 
-    expected = run(make_streams(), device, PLACEMENTS["device"], after=save)
-    assert_same(run(make_streams(), device, PLACEMENTS[name], after=load), expected, name)
+    expected = run(make_streams(), device, PLACEMENTS["device"], between=save)
+    assert_same(run(make_streams(), device, PLACEMENTS[name], between=load), expected, name)

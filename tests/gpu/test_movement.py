@@ -20,27 +20,6 @@ from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, batches, build, is_emulat
 from tests.lib.engines import prepare_on
 
 
-def test_gathered_parameters_follow_the_formula(make_streams, device):
-    """At most the root unit, the unit in use, and what `prefetch_bytes` allows are gathered at once."""
-    model = build(width=256, depth=6)
-    block_bytes = sum(p.numel() for p in model.blocks[0].parameters()) * 2
-    optimizer = prepare_on(
-        make_streams(),
-        model,
-        torch.optim.AdamW(model.parameters(), **HYPER),
-        placement=EVERYTHING_ON_CPU,
-        options=penstock.Options(prefetch_bytes=int(block_bytes * 1.5)),
-    )
-    units = {unit.name: unit for unit in optimizer._engine.context.units}
-    root, block = units["root"].nbytes, units["blocks.0"].nbytes
-    for x in batches(3, device):
-        take_step(model, optimizer, x)
-    gatherer = optimizer._engine.gatherer
-    assert gatherer.peak_live_bytes == root + 2 * block
-    assert gatherer.live_bytes == 0
-    optimizer.close()
-
-
 def test_peak_device_memory_is_the_formula(device):
     """Gathered parameters, gradients on their way, and what the same model needs for its activations."""
     if device.type == "cpu":

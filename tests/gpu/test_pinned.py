@@ -109,15 +109,6 @@ def test_what_is_not_pinned_trains_the_same(make_streams, device, uncompiled, mo
         assert_same(found, wanted, str(placement))
 
 
-def test_a_budget_is_kept_and_said(make_streams, device, monkeypatch):
-    if device.type != "cuda":
-        pinning_on_cpu(monkeypatch)
-    expected = train(make_streams(), device)
-    with pytest.warns(UserWarning, match=r"of the cpu tier are not pinned .*raise it\.$"):
-        found = train(make_streams(), device, pinned_bytes=RINGS)
-    assert_same(found, expected, "with a budget")
-
-
 UNDER_A_LIMIT = """
 import warnings
 import torch

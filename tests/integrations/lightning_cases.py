@@ -106,6 +106,13 @@ class Net(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Breaks(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            raise LookupError("mine")
+        return super().training_step(batch, batch_idx)
+
+
 class Manual(lightning.LightningModule):
     """Accumulates two batches, clips by itself, and steps its scheduler."""
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
 import penstock
-import penstock.integrations.lightning as of_lightning
 from penstock.integrations.lightning import PenstockPrecision, PenstockStrategy
 from tests.integrations.lightning_cases import (
     PAGE,
     PLACEMENTS,
     RELEASED,
+    Breaks,
     Manual,
     Net,
     assert_same_run,
@@ -220,13 +220,6 @@ def test_the_module_has_whole_plain_parameters_afterwards() -> None:
     assert len(second.loss) == 16
 
 
-class Breaks(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 2:
-            raise LookupError("mine")
-        return super().training_step(batch, batch_idx)
-
-
 def test_an_exception_is_that_of_the_user() -> None:
     module = made(Breaks)
     with pytest.raises(LookupError, match="mine"):
@@ -334,7 +327,6 @@ REFUSED = {
     "nobody can initialise it": Refusal(without_values, "reset_parameters"),
     "placed by another library": Refusal(placed_by_another, "dispatched over cpu, disk"),
     "Fabric": Refusal(lambda: lightning.Fabric(strategy="penstock"), "recipe 'Fabric' of docs/lightning.md"),
-    "Fabric's class": Refusal(lambda: of_lightning.PenstockFabricStrategy, "recipe 'Fabric' of docs/lightning.md"),
     **{
         f"precision {given}, {named}": Refusal(
             lambda given=given, named=named: trainer(PenstockStrategy(precision=given), precision=named), "precision"

@@ -13,6 +13,7 @@ from tests.integrations.lightning_cases import (
     PLACEMENTS,
     RELEASED,
     SPLIT,
+    Breaks,
     Manual,
     Net,
     assert_same_run,
@@ -39,13 +40,6 @@ class Asks(Net):
 
     def on_train_end(self) -> None:
         self.gathered = self.trainer.strategy.lightning_module_state_dict()
-
-
-class Breaks(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1:
-            raise LookupError("mine")
-        return super().training_step(batch, batch_idx)
 
 
 def beside_ddp(rank: int) -> None:

@@ -65,24 +65,6 @@ def test_plain_trainer_with_a_prepared_optimizer_clips_and_logs_the_norm(tmp_pat
     assert_histories(with_ours, plain)
 
 
-def test_bf16_is_plain_trainer_with_fp32_masters_within_bounds(tmp_path: Path) -> None:
-    plain = plain_trainer(tmp_path, bf16=True, max_steps=8)
-    plain.train()
-    ours = our_trainer(tmp_path, bf16=True, max_steps=8)
-    ours.train()
-    losses, norms, rates = torch.tensor(history(ours)).T
-    wanted_losses, wanted_norms, wanted_rates = torch.tensor(history(plain)).T
-    # Autocast keeps norms and sums in fp32; here activations are bf16, whose relative step is 2**-8.
-    torch.testing.assert_close(losses, wanted_losses, rtol=0.01, atol=0)
-    torch.testing.assert_close(norms, wanted_norms, rtol=0.05, atol=0)
-    torch.testing.assert_close(rates, wanted_rates, rtol=0, atol=0)
-    for name, value in weights(plain).items():
-        got = weights(ours)[name]
-        # Adam moves each weight by about the learning rate per step, whatever the size of its gradient.
-        assert (got - value).abs().max() < 0.1
-        assert (got - value).norm() < 0.15 * (value - llama().state_dict()[name]).norm() + 1e-3, name
-
-
 #: Several settings in a run, none of which says what another does; by what they are about.
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "the loss": {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "lr_scheduler_type": "cosine"},

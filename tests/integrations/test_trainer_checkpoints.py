@@ -43,15 +43,6 @@ def state_of(folder: Path) -> dict[str, Tensor]:
 # Weights
 
 
-def test_saved_weights_are_those_of_plain_trainer(tmp_path: Path) -> None:
-    """Those of adapters: below."""
-    for trainer in train_both(tmp_path):
-        trainer.save_model()
-    plain, ours = tmp_path / "plain", tmp_path / "ours"
-    assert files(ours) == files(plain)
-    assert_weights(state_of(ours), state_of(plain))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bf16_saves_fp32_masters_unless_the_model_was_in_bf16(dtype: torch.dtype, tmp_path: Path) -> None:
     ours = our_trainer(tmp_path, llama().to(dtype), bf16=True, max_steps=2)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
-from peft import LoraConfig
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -149,7 +148,6 @@ COMMON: dict[str, Any] = {
     "disable_tqdm": True,
     "seed": 5,
 }
-LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
 
 
 TINY = {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 2}

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import penstock
 from penstock.runtime.streams import Streams
-from tests.lib.engines import prepare_on
+from tests.lib.engines import assert_same_state, prepare_on
 from tests.models.family import Batch, Family
 
 STEPS = 3
@@ -191,11 +191,8 @@ def plain_run(family: Family, precision: str, world_size: int = 1) -> Trace:
 def assert_equal(ours: Trace, theirs: Trace) -> None:
     """Two runs of Penstock: bit for bit."""
     assert_same(ours.observed, theirs.observed)
-    for kind in ("gradients", "parameters"):
-        mine, other = getattr(ours, kind), getattr(theirs, kind)
-        assert mine.keys() == other.keys()
-        for name in mine:
-            assert torch.equal(mine[name], other[name]), (kind, name)
+    assert_same_state(ours.gradients, theirs.gradients)
+    assert_same_state(ours.parameters, theirs.parameters)
 
 
 def assert_same(ours: Sequence[Sequence[Tensor]], theirs: Sequence[Sequence[Tensor]]) -> None:

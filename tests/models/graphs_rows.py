@@ -208,15 +208,6 @@ def retained_twice(model: nn.Module, batch: Batch, backward: Backward) -> list[T
     return [loss.detach()]
 
 
-def accumulated(model: nn.Module, batch: Batch, backward: Backward) -> list[Tensor]:
-    """Three micro-batches."""
-    losses = []
-    for _ in range(3):
-        losses.append(squared(model(batch.floats(4, 8))) / 3)
-        backward(losses[-1])
-    return [loss.detach() for loss in losses]
-
-
 def gradients_in_between(model: nn.Module, batch: Batch, backward: Backward) -> list[Tensor]:
     """`autograd.grad` of the input, and of a parameter, between forward and backward: they go to the caller alone."""
     x = batch.floats(4, 8).requires_grad_()
@@ -315,7 +306,6 @@ GRAPHS = [
     Family("two_forwards", Stack, two_forwards),
     Family("two_forwards_two_backwards", Stack, two_forwards_two_backwards),
     Family("retained_twice", Stack, retained_twice),
-    Family("accumulated", Stack, accumulated),
     Family("gradients_in_between", Stack, gradients_in_between),
     Family("gradient_inside_forward", Forces, on_floats(4, 8)),
     Family("evaluation_in_between", Stack, evaluation_in_between),

@@ -17,25 +17,22 @@ from tests.models.family import Batch, Family, one_loss
 from tests.models.graphs_rows import GRAPHS
 from tests.models.modules_rows import MODULES
 from tests.models.transformers_rows import (
-    LANGUAGE,
-    SIZES,
     TRANSFORMERS,
     gpt2,
     language_loss,
     llama,
-    make,
     mixtral,
     qwen3_moe,
 )
 from tests.simulating import differences, for_real, simulated
+from tests.unit.integrations.families_rows import build
 
 READS_VALUES = ("integers", "evaluation_in_between")
 #: One is not run in plain torch alone; of the other torch knows no size of what its kernel keeps.
 NOT_HERE = ("mixed_dtypes", "lstm")
 
 
-gpt_neox = partial(make, "GPTNeoXForCausalLM", vocab_size=32, max_position_embeddings=32, **SIZES)
-qwen3 = partial(make, "Qwen3ForCausalLM", head_dim=8, **LANGUAGE)
+gpt_neox, qwen3 = (partial(build, f"{name}ForCausalLM") for name in ("GPTNeoX", "Qwen3"))
 
 
 def checkpointed_llama() -> nn.Module:
@@ -51,7 +48,7 @@ OTHERS = [
     Family("checkpointed_llama", checkpointed_llama, one_loss(language_loss)),
     Family("in_bfloat16", lambda: llama().to(torch.bfloat16), one_loss(language_loss)),
 ]
-STEPS = [*[*MODULES, *GRAPHS, *ADAPTERS][::7], *TRANSFORMERS[4:], *OTHERS]
+STEPS = [*[*MODULES, *GRAPHS, *ADAPTERS][1::7], *TRANSFORMERS[4:], *OTHERS]
 
 
 def of_values(row) -> bool:
@@ -89,59 +86,40 @@ def test_models_that_look_at_values_are_told_so(family: Family) -> None:
         assert "reads a value" in str(refused.value)
 
 
-@pytest.mark.parametrize("build", [gpt2, gpt_neox, qwen3], ids=["gpt2", "gpt_neox", "qwen3"])
-def test_flops_are_those_of_torchs_counter(build: Callable[[], nn.Module]) -> None:
-    """In eager attention: torch has no formula for that of a cpu."""
-    work = step(Family("", build, one_loss(language_loss)))
+gpt_oss = partial(build, "GptOssForCausalLM")
+#: Experts are chosen within the best group of them.
+deepseek_v3 = partial(build, "DeepseekV3ForCausalLM", n_group=2, first_k_dense_replace=0)
+ROUTED = {"mixtral": mixtral, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3}
+DENSE = {"gpt2": gpt2, "gpt_neox": gpt_neox, "qwen3": qwen3}
+
+
+@pytest.mark.parametrize("name", [*DENSE, *ROUTED])
+def test_flops_are_those_of_torchs_counter(name: str) -> None:
+    """In eager attention: torch has no formula for that of a cpu.
+
+    Experts one by one: how many rows each gets depends on values, how many all get does not.
+    """
+    build = seeded((DENSE | ROUTED)[name])
 
     def eager() -> nn.Module:
-        model = seeded(build)()
-        model.set_attn_implementation("eager")
-        return model
-
-    with FlopCounterMode(display=False) as counter:
-        work(eager())
-    flops: list[int] = []
-    simulated(eager, work, sink=lambda op: flops.append(op.flops))
-    assert sum(flops) == counter.get_total_flops() > 0
-
-
-EXPERTS = {"num_experts_per_tok": 2, "vocab_size": 32, **SIZES}
-gpt_oss = partial(make, "GptOssForCausalLM", num_key_value_heads=1, head_dim=8, num_local_experts=4, **EXPERTS)
-#: Experts are chosen within the best group of them.
-deepseek_v3 = partial(
-    make,
-    "DeepseekV3ForCausalLM",
-    **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-    **{"n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0},
-    **{"num_key_value_heads": 2, **EXPERTS},
-)
-
-
-@pytest.mark.parametrize(
-    "build", [mixtral, qwen3_moe, gpt_oss, deepseek_v3], ids=["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
-)
-def test_routed_experts_compute_as_much_as_they_do_for_real(build: Callable[[], nn.Module]) -> None:
-    """One by one: how many rows each gets depends on values, how many all get does not."""
-
-    def one_by_one() -> nn.Module:
-        model = seeded(build)()
+        model = build()
         model.config._experts_implementation = "eager"
         model.set_attn_implementation("eager")
         return model
 
     def work(model: nn.Module) -> None:
-        ids = Batch(0).ids(32, 4, 64)
+        ids = Batch(0).ids(32, 4, 64 if name in ROUTED else 6)
         model(input_ids=ids, labels=ids).loss.backward()
 
     with FlopCounterMode(display=False) as counter:
-        work(one_by_one())
+        work(eager())
     flops: list[int] = []
-    seen = simulated(one_by_one, work, sink=lambda op: flops.append(op.flops))
+    seen = simulated(eager, work, sink=lambda op: flops.append(op.flops))
     assert sum(flops) == counter.get_total_flops() > 0
-    real = for_real(one_by_one, work)
+    real = for_real(eager, work)
     assert seen.gradients == real.gradients
-    assert seen.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)  # experts are not of equal load for real
+    # Experts are not of equal load for real.
+    assert seen.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02 if name in ROUTED else 0)
 
 
 def test_a_large_model_costs_addresses_alone() -> None:

@@ -6,49 +6,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.integrations.families import Feature, classes_with
 from penstock.integrations.ulysses import check_shareable
+from tests.lib.models import seeded
 from tests.lib.ranks import run_ranks
 from tests.lib.refusals import Refusal, refused, rows
 from tests.models.test_sequence_parallel import Pairs, assert_alike, pairs_of
+from tests.unit.integrations.families_rows import build
 
-WINDOW = 4  # of sequences of 11 tokens, of which a rank has 6, or 3
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 8}
-MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 SHARED = tuple(classes_with(Feature.SHARED))
-#: What a class needs beside that: windows, in all layers or in some.
-CHANGES: dict[str, dict[str, Any]] = {
-    "Cohere2ForCausalLM": MIXED,
-    "Gemma2ForCausalLM": MIXED | {"query_pre_attn_scalar": 8},
-    "Gemma3ForCausalLM": MIXED | {"query_pre_attn_scalar": 8},
-    "MistralForCausalLM": {"sliding_window": WINDOW},
-    "MixtralForCausalLM": {"sliding_window": WINDOW, "num_local_experts": 2},
-    "Olmo3ForCausalLM": MIXED,
-    "Phi3ForCausalLM": {"sliding_window": WINDOW},
-    "Qwen2ForCausalLM": MIXED | {"use_sliding_window": True},
-    "Qwen3ForCausalLM": MIXED | {"use_sliding_window": True},
-    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "SmolLM3ForCausalLM": MIXED | {"use_sliding_window": True},
-    "Starcoder2ForCausalLM": {"sliding_window": WINDOW},
-}
 
 
 def tiny(kind: str, attention: str) -> Any:
-    """A model of a class, the same every time, without dropout."""
-    import transformers
-
-    config = getattr(transformers, kind).config_class(
-        vocab_size=40, bos_token_id=0, eos_token_id=1, pad_token_id=None, **SIZES | CHANGES.get(kind, {})
-    )
-    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-    config.use_cache = False
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    """A model of a class, the same every time, without dropout; windows are of 4 of 11 tokens, a rank has 6, or 3."""
+    model = seeded(lambda: build(kind, use_cache=False))
+    model.set_attn_implementation(attention)
+    return model
 
 
 def gradients(rank: int, ranks: int, kinds: tuple[str, ...]) -> dict[str, Pairs]:

@@ -25,6 +25,7 @@ from tests.models.adapters_rows import Adapted, Float8Linear, Int8Linear
 from tests.models.contract import to_bf16
 from tests.models.family import Batch
 from tests.models.modules_rows import Stack, squared
+from tests.models.test_adapters import padded
 from tests.models.transformers_rows import llama, t5
 
 Call = Callable[[nn.Module, Batch], Tensor]
@@ -81,12 +82,15 @@ def assert_as_plain(name: str, precision: str, streams: Any, placement: str, sta
     """Two forwards, the second with an order that was learned, are bit for bit those of the plain model."""
     plain, model, call = built(name, precision), built(name, precision), MODELS[name][1]
     plain.requires_grad_(False)  # torch's choice of kernels goes by that
+    next(model.parameters()).requires_grad_(False)  # before, or not
     trained = [p.requires_grad for p in model.parameters()]
     optimizer = prepared(model, streams, precision=precision, stage=stage, **PLACEMENTS[placement])
     for number in range(2):
         batch = [Batch(number, rank, DTYPES[precision]) for _ in range(2)]
         with torch.no_grad() if number else torch.enable_grad():
-            assert torch.equal(call(model, batch[0]), call(plain, batch[1])), (name, precision, placement, stage)
+            found = call(model, batch[0])
+            assert torch.equal(found, call(plain, batch[1])), (name, precision, placement, stage)
+        assert not found.requires_grad, "nothing is recorded"
     assert optimizer._engine.gatherer.live_bytes == 0
     optimizer.close()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
@@ -130,10 +134,6 @@ def test_the_handle_may_be_dropped() -> None:
 # Bytes
 
 
-def padded(model: nn.Module) -> int:
-    return sum(-(-p.numel() // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL for p in model.parameters())
-
-
 #: Homes of what there is not, as a reference model has them that shares the placement of the policy.
 SHARED = {"grads": "cpu", "optimizer": {"cpu": 0.5, "device": 0.5}}
 
@@ -154,7 +154,7 @@ def test_parameters_are_all_there_is(tier: str, precision: str, tmp_path: Path) 
         overlap="forward",
         master="fp32",
     )
-    expected = padded(model) * DTYPES[precision].itemsize
+    expected = padded(list(model.parameters())) * DTYPES[precision].itemsize
     model(torch.ones(1, 8))
     report = optimizer.locations()
     kinds = {row.kind for row in report.rows}
@@ -173,7 +173,7 @@ def test_parameters_are_all_there_is(tier: str, precision: str, tmp_path: Path) 
 
 
 def bytes_by_stage(rank: int) -> bool:
-    whole, found = 2 * padded(Stack()), []
+    whole, found = 2 * padded(list(Stack().parameters())), []
     for stage in range(4):
         optimizer = prepared(Stack(), precision="bf16", stage=stage)
         report = optimizer.locations()
@@ -188,20 +188,6 @@ def test_ranks_have_a_shard_each_at_stage_3_and_all_of_them_else() -> None:
 
 
 # Gradients
-
-
-def test_every_parameter_is_frozen_until_close() -> None:
-    torch.manual_seed(0)
-    model = Stack()
-    model.last.bias.requires_grad_(False)
-    before = [p.requires_grad for p in model.parameters()]
-    optimizer = prepared(model)
-    assert not any(p.requires_grad for p in model.parameters())
-    assert not model(torch.ones(1, 8)).requires_grad, "nothing is recorded"
-    optimizer.close()
-    assert [p.requires_grad for p in model.parameters()] == before
-    squared(model(torch.ones(1, 8))).backward()
-    assert model.first.weight.grad is not None
 
 
 def test_a_parameter_that_is_unfrozen_is_named_when_it_gets_a_gradient() -> None:

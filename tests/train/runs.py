@@ -149,11 +149,11 @@ def process_as_it_was() -> Iterator[None]:
 
 
 def written(settings: Mapping[str, Any], folder: Path, name: str) -> Path:
-    """Write a file of settings."""
+    """Write a file of settings: at once, as ranks write and read the same one."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(dict(settings)))
-    return file
+    mine = folder / f".{name}-{os.getpid()}"
+    mine.write_text(yaml.safe_dump(dict(settings)))
+    return mine.replace(folder / f"{name}.yaml")
 
 
 def saved(folder: Path) -> dict[str, Tensor]:

@@ -40,9 +40,7 @@ ROWS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "device": (["--max_device_bytes", "64KiB", "--optimizer", "device"], ("65,536",)),
     "host": (["--max_host_bytes", "128KiB", "--params", "cpu", "--grads", "cpu"], ("131,072",)),
     "no folder": (["--params", "nvme"], ("nvme_path",)),
-    "no folder for activations": (["--activations", "nvme"], ("nvme_path",)),
     "a folder that is not there": (["--params", "nvme", "--nvme_path", "nowhere"], ("nowhere",)),
-    "stage": (["--stage", "4"], ("stage", "4")),
     "no copy": (["--dp_replicate", "0"], ("--dp_replicate 0",)),
     "copies that do not divide the ranks": (["--dp_replicate", "2"], ("does not divide the 1 ranks",)),
     "no data": (["--data", "nowhere.jsonl"], ("nowhere.jsonl",)),
@@ -54,7 +52,6 @@ ROWS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "an attention that there is not": (["--attn_implementation", "nope"], ("--attn_implementation nope",)),
     "a tracker that is not installed": (["--report_to", "mlflow"], ("mlflow",)),
     "deepspeed": (["--deepspeed", "ds.json"], ("deepspeed",)),
-    "fsdp": (["--fsdp", "full_shard"], ("fsdp",)),
     "four bits": (["--load_in_4bit", "--use_peft"], ("--base int8",)),
     "adapters of nothing": (["--use_peft", "--lora_target_modules", "no_such_layer"], ("no_such_layer",)),
     "base without adapters": (["--base", "int8"], ("base", "use_peft")),
@@ -69,8 +66,6 @@ def test_one_line_before_the_data_is_read(row: str, made: Path, unreadable: Path
     settings = COMMON | {"model_name_or_path": str(made / "plain"), "output_dir": str(tmp_path / "out")}
     if "--data" not in words:
         settings["dataset_name"] = str(unreadable)
-    (tmp_path / "b.jsonl").write_text("no JSON\n")
-    (tmp_path / "a.jsonl").write_text("no JSON\n")
     found = said_of(["--config", str(written(settings, tmp_path, "run")), *words], tmp_path / "out")
     for part in said:
         assert part in found, found

@@ -74,7 +74,7 @@ def last_steps(found: Outcome, expected: Outcome) -> None:
     assert_same_weights(saved(found.out), expected.weights, 0)
 
 
-def test_a_killed_run_goes_on_to_the_same_weights(made: Path, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_to_the_same_weights_as_one_in_another_placement(made: Path, tmp_path: Path) -> None:
     """Killed while it writes; between two checkpoints, and on several ranks: tests/train/test_torchrun.py."""
     settings = settings_of(made, "chats", **ASSISTANT, **LORA, **SAVING)
     whole = ours(settings, tmp_path / "whole", penstock=MIXED)
@@ -85,6 +85,10 @@ def test_a_killed_run_goes_on_to_the_same_weights(made: Path, tmp_path: Path) ->
     found = ours(settings, out, penstock=MIXED)
     assert found.status == 0
     last_steps(found, whole)
+    from_there = str(tmp_path / "whole" / "checkpoint-2")
+    found = ours(settings, tmp_path / "rest", "--resume_from_checkpoint", from_there, penstock=CPU | {"stage": 1})
+    last_steps(found, whole)
+    assert len(steps_of(found.logs)) == STEPS - 2
 
 
 def test_a_run_goes_on_among_other_ranks(made: Path, tmp_path: Path) -> None:
@@ -105,15 +109,6 @@ def test_a_run_goes_on_among_other_ranks(made: Path, tmp_path: Path) -> None:
     for got, wanted in zip(made_here, steps_of(whole.logs)[3:], strict=True):
         assert got == pytest.approx(wanted, rel=1e-5)
     assert_same_weights(saved(out), whole.weights, 1e-5)
-
-
-def test_a_run_goes_on_in_another_placement(made: Path, tmp_path: Path) -> None:
-    settings = settings_of(made, "chats", **ASSISTANT, **LORA, **SAVING)
-    whole = ours(settings, tmp_path / "whole", penstock=CPU)
-    from_there = str(tmp_path / "whole" / "checkpoint-2")
-    found = ours(settings, tmp_path / "rest", "--resume_from_checkpoint", from_there, penstock=MIXED | {"stage": 1})
-    last_steps(found, whole)
-    assert len(steps_of(found.logs)) == STEPS - 2
 
 
 def test_a_run_goes_on_by_itself_or_begins_anew_as_asked(made: Path, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ MAMBA = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_siz
 
 NO_SHARED_HEADS = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
 WINDOWED, WINDOWED_HEADS = {**SIZES, **WINDOWS}, {**HEADS, **WINDOWS}
+WITH_WINDOWS = {**WINDOWED, "use_sliding_window": True}
 SLIDING, LOCAL_EXPERTS = {**SIZES, "sliding_window": 4}, {**SIZES, "num_local_experts": 4}
 OPT = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "pad_token_id", "max_position_embeddings")}
 
@@ -57,17 +58,18 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     f"{name}{'' if name.endswith('Model') else 'ForCausalLM'}": arguments
     for name, arguments in {
         **dict.fromkeys(
-            ("Apertus", "BitNet", "Cohere", "GPTNeoX", "Granite", "Olmo", "Olmo2", "Phi", "SmolLM3"), SIZES
+            ("Apertus", "BitNet", "Cohere", "GPTNeoX", "Granite", "Olmo", "Olmo2", "Phi", "StableLm", "Llama"), SIZES
         ),
-        **dict.fromkeys(("StableLm", "Llama"), SIZES),
         **dict.fromkeys(("Arcee", "Ernie4_5", "Gemma", "Glm", "Glm4", "Helium", "HunYuanDenseV1", "Nemotron"), HEADS),
-        **dict.fromkeys(("Qwen3", "SeedOss"), HEADS),
+        "SeedOss": HEADS,
+        "Qwen3": {**WITH_WINDOWS, "head_dim": 8},
         **dict.fromkeys(("Cohere2", "Gemma2", "Gemma3", "Ministral"), WINDOWED_HEADS),
         **dict.fromkeys(("Exaone4", "Olmo3"), WINDOWED),
         **dict.fromkeys(("Mistral", "Phi3", "Starcoder2"), SLIDING),
         **dict.fromkeys(("GPT2LMHeadModel", "GPTBigCode"), GPT),
         **dict.fromkeys(("DeepseekV2", "DeepseekV3"), LATENT),
-        **dict.fromkeys(("GraniteMoe", "Mixtral"), LOCAL_EXPERTS),
+        "GraniteMoe": LOCAL_EXPERTS,
+        "Mixtral": {**LOCAL_EXPERTS, "sliding_window": 4},
         "CodeGen": {**GPT, "rotary_dim": 4, "n_ctx": 64},
         "Ernie4_5_Moe": {**SIZES, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
         "FlexOlmo": EXPERTS,
@@ -75,7 +77,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "GPTNeo": {**NEO, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
         "Glm4Moe": {**LATENT, "head_dim": 8},
         "Olmoe": {**SIZES, "num_experts": 4, "num_experts_per_tok": 2},
-        "Qwen2": {**SIZES, **WINDOWS, "use_sliding_window": True},
+        **dict.fromkeys(("Qwen2", "SmolLM3"), WITH_WINDOWS),
         "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
         "Qwen3Moe": {**EXPERTS, "head_dim": 8},
         # Not packed for: masks without position ids, and what is no attention.

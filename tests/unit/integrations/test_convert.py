@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.integrations.arguments import prepare_arguments
 from penstock.integrations.convert import (
-    NOT_NEEDED,
     RULES,
     Converted,
     convert_accelerate,
@@ -239,9 +239,7 @@ def test_everything_at_once() -> None:
 
 AROUND = {
     "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
     "downcast_bf16": "no",
-    "enable_cpu_affinity": False,
     "machine_rank": 1,
     "main_process_ip": "10.0.0.1",
     "main_process_port": 29500,
@@ -252,9 +250,7 @@ AROUND = {
     "rdzv_backend": "static",
     "same_network": True,
     "tpu_env": [],
-    "tpu_use_cluster": False,
-    "tpu_use_sudo": False,
-    "use_cpu": False,
+    **dict.fromkeys(("debug", "enable_cpu_affinity", "tpu_use_cluster", "tpu_use_sudo", "use_cpu"), False),
 }
 FSDP_1: Mapping[str, Any] = {
     **AROUND,
@@ -336,9 +332,7 @@ def test_a_file_of_deepspeed(tmp_path: Path) -> None:
     assert converted.arguments["placement"] == {"params": "cpu", "optimizer": "cpu", "grads": "cpu"}
     assert "gradient_clipping" in notes(converted, "auto")
     assert converted.launch["nnodes"] == 2
-
-
-def test_precision_of_the_file_counts(tmp_path: Path) -> None:
+    # Its precision counts.
     fp16 = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     converted = with_file(tmp_path, fp16, mixed_precision="no")
     assert converted.arguments == {"stage": 1, "precision": "fp16", "max_grad_norm": 1.0}
@@ -351,29 +345,17 @@ def test_precision_of_the_file_counts(tmp_path: Path) -> None:
         convert_accelerate({**FSDP_1, "num_processes": 15})
 
 
-# The table, and what is printed of it
-
-
-def test_a_key_has_a_rule_or_needs_none() -> None:
-    assert not RULES.keys() & set(NOT_NEEDED)
-
-
-class Recorded:
-    """Stands for the package: keeps what `prepare` was called with."""
-
-    Placement = penstock.Placement
-    Options = penstock.Options
-
-    def prepare(self, model: Any, optimizer: Any, **arguments: Any) -> Any:
-        self.arguments = arguments
+# What is printed of it
 
 
 @pytest.mark.parametrize("config", [TRAINERS, INFINITY, ARGUMENTS["bf16 without masters"][0], {}], ids=range(4))
 def test_the_printed_call_gives_the_arguments(config: Mapping[str, Any]) -> None:
     converted = convert_deepspeed(config)
-    package = Recorded()
+    given: dict[str, Any] = {}
+    kinds = {"Placement": penstock.Placement, "Options": penstock.Options}
+    package = SimpleNamespace(prepare=lambda model, optimizer, **arguments: given.update(arguments), **kinds)
     exec(prepare_call(converted), {"penstock": package, "torch": torch, "model": None, "optimizer": None})
-    assert package.arguments == prepare_arguments(converted.arguments)
+    assert given == prepare_arguments(converted.arguments)
 
 
 def test_the_printed_file_is_yaml_for_train() -> None:

@@ -181,12 +181,12 @@ def test_code_in_an_item_and_a_million_things_are_not_taken(tmp_path: Path, monk
     assert not Path("harm").exists()
 
 
-def a_chunk_beyond(content: Any) -> None:
-    content.state_dict_metadata["model.blocks.0.weight"].chunks[0].sizes = torch.Size([9, 7])
+def weight(content: Any) -> Any:
+    return content.state_dict_metadata["model.blocks.0.weight"]
 
 
-def another_dtype(content: Any) -> None:
-    content.state_dict_metadata["model.blocks.0.weight"].properties.dtype = torch.float64
+def item(content: Any) -> Any:
+    return next(iter(content.storage_data.values()))
 
 
 def one_item_for_all(content: Any) -> None:
@@ -194,30 +194,9 @@ def one_item_for_all(content: Any) -> None:
         info.offset, info.length = 0, 60_000
 
 
-def a_chunk_twice(content: Any) -> None:
-    chunks = content.state_dict_metadata["model.blocks.0.weight"].chunks
-    chunks.append(chunks[0])
-
-
 def keys_without_an_end(content: Any) -> None:
     name = "a" * 10_000
     content.planner_data = dict.fromkeys(content.state_dict_metadata, (name,) * 200)
-
-
-def compressed(content: Any) -> None:
-    next(iter(content.storage_data.values())).transform_descriptors = ["zstd"]
-
-
-def another_folder(content: Any) -> None:
-    next(iter(content.storage_data.values())).relative_path = "../elsewhere"
-
-
-def a_shape_beyond_any(content: Any) -> None:
-    content.state_dict_metadata["model.blocks.0.weight"].size = torch.Size([1 << 40, 1 << 20])
-
-
-def a_missing_parameter(content: Any) -> None:
-    del content.state_dict_metadata["model.blocks.0.weight"]
 
 
 def no_optimizer(content: Any) -> None:
@@ -225,23 +204,38 @@ def no_optimizer(content: Any) -> None:
         del content.state_dict_metadata[key]
 
 
-@pytest.mark.parametrize(
-    ("edit", "match"),
-    [
-        (a_chunk_beyond, "'model.blocks.0.weight' has a chunk beyond its shape"),
-        (another_dtype, "not what the index says"),
-        (one_item_for_all, "its items are more than its files have bytes"),
-        (a_chunk_twice, "has a chunk that lies nowhere, or one twice"),
-        (keys_without_an_end, "more than its files are"),
-        (compressed, "compressed or encrypted"),
-        (another_folder, "elsewhere is missing"),
-        (a_shape_beyond_any, "larger than any tensor"),
-        (a_missing_parameter, "has nothing of the parameter 'blocks.0.weight'"),
-        (no_optimizer, "has no state of an optimizer"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_an_index_that_lies(edit: Callable[[Any], None], match: str, whole: Path) -> None:
+LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a chunk beyond": (
+        lambda content: setattr(weight(content).chunks[0], "sizes", torch.Size([9, 7])),
+        "'model.blocks.0.weight' has a chunk beyond its shape",
+    ),
+    "another dtype": (
+        lambda content: setattr(weight(content).properties, "dtype", torch.float64),
+        "not what the index says",
+    ),
+    "one item for all": (one_item_for_all, "its items are more than its files have bytes"),
+    "a chunk twice": (
+        lambda content: weight(content).chunks.append(weight(content).chunks[0]),
+        "has a chunk that lies nowhere, or one twice",
+    ),
+    "keys without an end": (keys_without_an_end, "more than its files are"),
+    "compressed": (lambda content: setattr(item(content), "transform_descriptors", ["zstd"]), "compressed or encr"),
+    "another folder": (lambda content: setattr(item(content), "relative_path", "../elsewhere"), "elsewhere is missing"),
+    "a shape beyond any": (
+        lambda content: setattr(weight(content), "size", torch.Size([1 << 40, 1 << 20])),
+        "larger than any tensor",
+    ),
+    "a missing parameter": (
+        lambda content: content.state_dict_metadata.pop("model.blocks.0.weight"),
+        "has nothing of the parameter 'blocks.0.weight'",
+    ),
+    "no optimizer": (no_optimizer, "has no state of an optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_an_index_that_lies(name: str, whole: Path) -> None:
+    edit, match = LIES[name]
     change(whole, edit)
     refused(whole, match)
 

@@ -1,7 +1,6 @@
 """Models by a hub's names: from its cache on this machine, and as one line where there is none."""
 
 import re
-import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -24,12 +23,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
-    llama(1, vocab_size=257).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
 def test_names() -> None:
     for name in ("owner/name", "Owner-1/Llama_3.1-8B", "owner/name@main", "owner/name@refs/pr/1"):
         assert is_hub_name(name), name
@@ -48,11 +41,11 @@ def test_a_path_that_is_misspelt_is_not_looked_up_elsewhere(tmp_path: Path, monk
         find_model("runs/frist", seq_length=8)
 
 
-def test_a_model_in_the_cache_is_found_without_a_network(cache: Path, model_folder: Path) -> None:
+def test_a_model_in_the_cache_is_found_without_a_network(cache: Path) -> None:
     repository = cache / "models--owner--name"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT)
-    shutil.copytree(model_folder, repository / "snapshots" / COMMIT)
+    llama(1, vocab_size=257).save_pretrained(repository / "snapshots" / COMMIT)
     source = find_model("owner/name", seq_length=16)
     assert source.folder == repository / "snapshots" / COMMIT
     assert source.vocab_size == 257

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import penstock
 from penstock.checkpoint.pretrained import codes_of, decoded, scales_of
@@ -17,6 +17,7 @@ from penstock.integrations.lora import Lora, LoraWeights, add_adapters, check_pr
 from penstock.integrations.quantised import quantise_linears
 from tests.lib import models
 from tests.lib.refusals import Refusal, refused, rows
+from tests.unit.integrations.families_rows import build
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -30,10 +31,7 @@ def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def gpt2() -> Any:
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=61, n_embd=16, n_head=2, n_layer=2, n_positions=16)
-    )
+    return models.seeded(lambda: build("GPT2LMHeadModel"))
 
 
 def emptied(model: nn.Module, lora: Any, seed: int = 3) -> Any:
@@ -133,7 +131,6 @@ REFUSED = {
     "no linear layer for int8": Refusal(
         lambda: quantise_linears(gpt2()), "base=int8: GPT2LMHeadModel has no torch.nn.Linear beside its head"
     ),
-    "no rank": Refusal(lambda: Lora(r=0), "r=0: use a whole number from 1 to 65536."),
 }
 
 
@@ -145,57 +142,40 @@ def test_refused_by_name(row: Refusal) -> None:
 # First values
 
 
-def first_values(model: Any, lora: Lora, folder: Path, **how: Any) -> tuple[dict[str, Tensor], Any, penstock.Optimizer]:
-    model.save_pretrained(folder)
-    empty = emptied(model, lora)
-    optimizer = prepared(empty, weights=LoraWeights(folder, empty, seed=3), **how)
-    values = {name: optimizer.full_param(p) for name, p in empty.named_parameters()}
-    return values, empty, optimizer
-
-
+#: By name: the model, the adapters, the precision.
 BASES: dict[str, tuple[Callable[[], Any], Any, str]] = {
-    "fp32": (llama, "auto", "fp32"),
-    "tied, bf16": (lambda: llama(tied=True, dtype=torch.bfloat16), "auto", "bf16"),
-    "int8": (lambda: llama(dtype=torch.bfloat16), "int8", "bf16"),
-    "tied, int8": (lambda: llama(tied=True), "int8", "fp32"),
-    "layers that lie the other way round": (gpt2, "auto", "fp32"),
+    "fp32": (llama, Lora(r=2), "fp32"),
+    "tied, bf16": (lambda: llama(tied=True, dtype=torch.bfloat16), Lora(r=2), "bf16"),
+    "int8": (lambda: llama(dtype=torch.bfloat16), Lora(r=2, base="int8"), "bf16"),
+    "tied, int8": (lambda: llama(tied=True), Lora(r=2, base="int8"), "fp32"),
+    "layers that lie the other way round": (gpt2, Lora(r=2), "fp32"),
+    **{
+        str(settings): (llama, peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], **settings), "fp32")
+        for settings in (
+            {"use_rslora": True, "rank_pattern": {"o_proj": 4}},
+            {"init_lora_weights": "gaussian"},
+            {"init_lora_weights": False},
+        )
+    },
 }
 
 
 @pytest.mark.parametrize("row", BASES)
 def test_a_folder_and_a_seed_are_what_peft_makes_of_a_model(row: str, tmp_path: Path) -> None:
     """Bit for bit: the base, its codes and scales, and adapters as peft draws them over that base."""
-    make, base, precision = BASES[row]
-    lora = Lora(r=2, base=base)
-    found, _, optimizer = first_values(make(), lora, tmp_path, precision=precision)
+    make, lora, precision = BASES[row]
+    make().save_pretrained(tmp_path)
+    empty = emptied(make(), lora)
+    optimizer = prepared(empty, weights=LoraWeights(tmp_path, empty, seed=3), precision=precision)
+    found = {name: optimizer.full_param(p) for name, p in empty.named_parameters()}
     optimizer.close()
-    real = add_adapters(make(), lora, seed=3)
-    expected = dict(real.named_parameters())
+    expected = dict(add_adapters(make(), lora, seed=3).named_parameters())
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value.detach().float()), name
-    if make is not gpt2:
+    if "int8" in row:
         assert not found[f"{Q_PROJ}.lora_B.default.weight"].any()
-        assert (found[f"{Q_PROJ}.base_layer.weight"].abs().max() == 127) == (base == "int8")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"use_rslora": True, "rank_pattern": {"o_proj": 4}},
-        {"init_lora_weights": "gaussian"},
-        {"init_lora_weights": False},
-    ],
-)
-def test_settings_of_peft_are_drawn_as_peft_draws_them(settings: dict[str, Any], tmp_path: Path) -> None:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], **settings)
-    real = add_adapters(llama(), config, seed=3)
-    llama().save_pretrained(tmp_path)
-    empty = emptied(llama(), config)
-    optimizer = prepared(empty, weights=LoraWeights(tmp_path, empty, seed=3))
-    for (name, ours), theirs in zip(empty.named_parameters(), real.parameters(), strict=True):
-        assert torch.equal(optimizer.full_param(ours), theirs.detach()), name
-    optimizer.close()
+        assert found[f"{Q_PROJ}.base_layer.weight"].abs().max() == 127
 
 
 def test_adapters_that_are_computed_from_the_base_are_refused(tmp_path: Path) -> None:
@@ -203,19 +183,6 @@ def test_adapters_that_are_computed_from_the_base_are_refused(tmp_path: Path) ->
     empty = emptied(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="eva"))
     with pytest.raises(ConfigError, match="init_lora_weights='eva' computes adapters from the base"):
         LoraWeights(tmp_path, empty, seed=3)
-
-
-def test_any_part_is_what_the_whole_has_there(tmp_path: Path) -> None:
-    model, lora = llama(), Lora(r=2, base="int8")
-    model.save_pretrained(tmp_path)
-    weights = LoraWeights(tmp_path, emptied(model, lora), seed=3)
-    for name, (shape, dtype) in weights.forms().items():
-        numel = torch.Size(shape).numel()
-        whole = weights.read(name, 0, numel)
-        assert (whole.numel(), whole.dtype) == (numel, dtype)
-        for start, stop in ((0, 1), (numel // 3, numel // 2 + 1), (numel - 3, numel)):
-            assert torch.equal(weights.read(name, start, stop), whole[start:stop]), name
-    weights.close()
 
 
 def test_weights_that_lack_something_are_refused_by_name(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ from penstock.integrations import saving, weights
 from penstock.integrations.saving import save_pretrained, written_entries
 from penstock.integrations.weights import state_entries
 from tests.lib import models
+from tests.unit.integrations.families_rows import build
 
 transformers = pytest.importorskip("transformers")
-
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def llama(*, tied: bool = False) -> Any:
@@ -31,17 +30,12 @@ def prepared(model: Any, **how: Any) -> penstock.Optimizer:
 
 
 def gpt2() -> Any:
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)
-    )
+    return models.seeded(lambda: build("GPT2LMHeadModel"))
 
 
 def mixtral() -> Any:
     """Its experts are fused in memory, and files have each of them."""
-    torch.manual_seed(0)
-    sizes = {**SIZES, "num_key_value_heads": 1, "num_local_experts": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=64, **sizes))
+    return models.seeded(lambda: build("MixtralForCausalLM"))
 
 
 def contents(folder: Path) -> dict[str, Any]:

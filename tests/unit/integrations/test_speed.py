@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.integrations.lora import Lora, add_adapters
 from penstock.integrations.speed import flops_per_token, peak_flops
 from tests.lib import models
 
@@ -26,21 +27,9 @@ def test_six_operations_for_each_weight_of_a_product(tied: bool) -> None:
     assert flops_per_token(model, seq_length=8) == 6 * PRODUCTS + ATTENTION
 
 
-class Adapted(nn.Module):
-    """A frozen layer with adapters, as peft writes it: the layer's sizes are the wrapper's too."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.base_layer = base
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
-
-
 def test_a_frozen_weight_has_no_gradient_of_its_own() -> None:
-    model: Any = llama().requires_grad_(False)
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj, rank=2)
+    """Also where the layer's sizes are those of what peft wraps around it."""
+    model = add_adapters(llama(), Lora(r=2, targets=("q_proj",)), seed=0)
     adapters = LAYERS * 2 * 2 * HIDDEN
     assert flops_per_token(model, seq_length=8) == 4 * PRODUCTS + 6 * adapters + ATTENTION
 

@@ -1,32 +1,31 @@
 """Embeddings and heads that grow: the old rows stay, the new ones are their mean, with values and without."""
 
 import re
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
+from transformers import AutoTokenizer
 
 import penstock
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import ConfigError
 from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary, rows_for, vocabulary_for
 from tests.instruct import byte_tokenizer
+from tests.lib.models import seeded
+from tests.unit.integrations import families_rows
 
-LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-CONFIGS = {
-    "tied": LlamaConfig(vocab_size=257, tie_word_embeddings=True, **LLAMA),
-    "untied": LlamaConfig(vocab_size=257, tie_word_embeddings=False, **LLAMA),
-    "gpt2": GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, n_positions=32),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "untied": ("LlamaForCausalLM", {}),
+    "gpt2": ("GPT2LMHeadModel", {}),
 }
 
 
 def build(name: str) -> Any:
-    torch.manual_seed(0)
-    auto: Any = AutoModelForCausalLM
-    return auto.from_config(deepcopy(CONFIGS[name])).eval()
+    kind, changes = MODELS[name]
+    return seeded(lambda: families_rows.build(kind, vocab_size=257, **changes))
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_a_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
         rows_for(tmp_path, 257)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_old_rows_stay_and_new_ones_are_their_mean(name: str) -> None:
     model, before = build(name), build(name)
     rows = grow_vocabulary(model, 260)
@@ -70,7 +69,7 @@ def test_old_rows_stay_and_new_ones_are_their_mean(name: str) -> None:
         torch.testing.assert_close(model(ids).logits[..., :257], before(ids).logits)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_without_values_they_are_read_as_they_would_have_been(name: str, tmp_path: Path) -> None:
     """A model on the meta device that grows is the one with values that grows."""
     expected, held = build(name), build(name)

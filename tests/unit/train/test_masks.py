@@ -89,12 +89,17 @@ def by_thinking(messages: list[Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("template", "write"),
-    [(CHATML, by_chatml), (ENDED, by_ended), (THINKING, by_thinking)],
-    ids=["chatml", "ended", "thinking"],
+    ("template", "write", "names"),
+    [
+        (CHATML, by_chatml, ENDED_TOKENS),
+        (ENDED, by_ended, ENDED_TOKENS),
+        (ENDED, by_ended, ()),
+        (THINKING, by_thinking, ENDED_TOKENS),
+    ],
+    ids=["chatml", "ended", "ended, with marks that are no tokens", "thinking"],
 )
-def test_whatever_is_said(template: str, write: Callable[[list[Any]], str]) -> None:
-    learned = Learned(template, names=ENDED_TOKENS)
+def test_whatever_is_said(template: str, write: Callable[[list[Any]], str], names: tuple[str, ...]) -> None:
+    learned = Learned(template, names=names)
 
     @given(st.data())
     @settings(max_examples=40, deadline=None)
@@ -107,17 +112,6 @@ def test_whatever_is_said(template: str, write: Callable[[list[Any]], str]) -> N
         assert text.replace("⟧⟦", "") == write(messages).replace("⟧⟦", "")
 
     learns()
-
-
-def test_what_ends_the_whole_is_learned_at_its_end_also_where_marks_are_no_tokens() -> None:
-    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
-    assert Learned(ENDED)(messages) == (
-        f"<|user|>\na<|end|>\n<|assistant|>\n⟦b<|end|>\n⟧<|user|>\nc<|end|>\n<|assistant|>\n⟦d<|end|>\n{END}⟧"
-    )
-    assert Learned(ENDED)(messages[:3]) == (f"<|user|>\na<|end|>\n<|assistant|>\n⟦b<|end|>\n⟧<|user|>\nc<|end|>\n{END}")
-    assert Learned(ENDED)(messages[1:]) == (
-        f"<|assistant|>\n⟦b<|end|>\n⟧<|user|>\nc<|end|>\n<|assistant|>\n⟦d<|end|>\n{END}⟧"
-    )
 
 
 def test_tools_that_move_to_the_last_question() -> None:
@@ -205,10 +199,6 @@ FAILING = {
     "it refuses": (
         "{{ raise_exception('roles must alternate') }}",
         "the chat template fails: roles must alternate (TemplateError)",
-    ),
-    "it wants what is not there": (
-        "{{ messages[0].nothing.more }}",
-        "the chat template fails: 'dict object' has no attribute 'nothing' (UndefinedError)",
     ),
     "it calls itself for ever": (
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
