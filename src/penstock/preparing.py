@@ -39,7 +39,7 @@ _logger = logging.getLogger("penstock")
 
 
 @engine_entry
-def prepare(
+def prepare(  # noqa: PLR0913
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,

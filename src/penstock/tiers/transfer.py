@@ -134,7 +134,7 @@ class CopyRoutes:
             self._landing, source, use, after, label, fill=DOWNLOAD, drain=UPDATE, dtype=source.dtype, over=over
         )
 
-    def through(
+    def through(  # noqa: PLR0913
         self,
         ring: Ring,
         source: Tensor,
