@@ -27,36 +27,22 @@ def test_the_example_of_muon_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_group_of_new_matrices_joins_with_its_rules_options() -> None:
     """`add_param_group` filled in torch's defaults alone, of which MuonAdamW has none: a `KeyError`."""
 
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.frozen = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).requires_grad_(False)
-            self.added: torch.nn.Module = torch.nn.Identity()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.added(self.frozen(self.first(x)))
-
-    def step() -> None:
-        optimizer.backward(model(torch.ones(2, 8)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    model = Net()
-    placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
-    optimizer = penstock.prepare(model, penstock.optim.MuonAdamW(model), placement=placement)
-    step()
-    model.frozen.requires_grad_(True)
-    with pytest.raises(penstock.ConfigError, match=r"'frozen.weight' \(8, 8\) rests in parts, as it was frozen"):
-        optimizer.add_param_group({"params": [model.frozen.weight], "rule": "muon"})
-    model.frozen.requires_grad_(False)
-    model.added = torch.nn.Linear(8, 8, bias=False)
+    model = stack(8, 8, 8).append(torch.nn.Identity())
+    model[1].requires_grad_(False)
+    _, optimizer = prepared(model, stock=lambda _: penstock.optim.MuonAdamW(model), **ON_CPU)
+    train(model, optimizer)
+    model[1].requires_grad_(True)
+    with pytest.raises(penstock.ConfigError, match=r"'1.weight' \(8, 8\) rests in parts, as it was frozen"):
+        optimizer.add_param_group({"params": [model[1].weight], "rule": "muon"})
+    model[1].requires_grad_(False)
+    model[2] = torch.nn.Linear(8, 8, bias=False)
     with pytest.raises(penstock.ConfigError, match="a parameter group says 'rule'"):
-        optimizer.add_param_group({"params": [model.added.weight]})
-    optimizer.add_param_group({"params": [model.added.weight], "rule": "muon"})
-    before = optimizer.full_param(model.added.weight)
-    step()
-    assert optimizer.full_state(model.added.weight, "momentum_buffer").any()
-    assert not torch.equal(optimizer.full_param(model.added.weight), before)
+        optimizer.add_param_group({"params": [model[2].weight]})
+    optimizer.add_param_group({"params": [model[2].weight], "rule": "muon"})
+    before = optimizer.full_param(model[2].weight)
+    train(model, optimizer, first=1)
+    assert optimizer.full_state(model[2].weight, "momentum_buffer").any()
+    assert not torch.equal(optimizer.full_param(model[2].weight), before)
     optimizer.close()
 
 
