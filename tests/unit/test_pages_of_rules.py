@@ -48,13 +48,12 @@ def test_a_group_of_new_matrices_joins_with_its_rules_options() -> None:
 
 def test_a_parameter_that_cannot_be_unfrozen_is_named_if_it_is_not_the_first_of_its_unit() -> None:
     """Parameters were compared by value for its name: a `RuntimeError` of torch."""
-    model = torch.nn.Module()
-    for name in ("first", "second", "third"):
-        model.add_module(name, torch.nn.Linear(8, 8, bias=False).requires_grad_(name == "first"))
-    optimizer = penstock.prepare(model, penstock.optim.Lamb(model.first.parameters()))
-    model.third.requires_grad_(True)
-    with pytest.raises(penstock.ConfigError, match=r"parameter 'third.weight' \(8, 8\) rests in parts"):
-        optimizer.add_param_group({"params": [model.third.weight]})
+    model = stack(8, 8, 8, 8, bias=False)
+    model[1:].requires_grad_(False)
+    optimizer = penstock.prepare(model, penstock.optim.Lamb(model[0].parameters()))
+    model[2].requires_grad_(True)
+    with pytest.raises(penstock.ConfigError, match=r"parameter '2.weight' \(8, 8\) rests in parts"):
+        optimizer.add_param_group({"params": [model[2].weight]})
     optimizer.close()
 
 

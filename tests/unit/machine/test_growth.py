@@ -1,10 +1,9 @@
 """Free memory is given back when a process has grown, and not each time."""
 
 import pytest
-import torch
 
-import penstock
 from penstock.runtime.system import SETTLING_LOOKS, Growth
+from tests.lib.engines import prepared, train
 
 
 class Process:
@@ -33,12 +32,7 @@ def test_what_grows_all_the_same_is_asked_for_again_only_when_it_has_grown_as_mu
 
 
 def test_a_step_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
+    looks: list[Growth] = []
     monkeypatch.setattr(Growth, "look", lambda self: looks.append(self))
-    model = torch.nn.Linear(4, 4)
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
-    for _ in range(2):
-        optimizer.backward(model(torch.ones(1, 4)).sum())
-        optimizer.step()
-    optimizer.close()
+    train(*prepared(), 2)
     assert len(looks) == 2
