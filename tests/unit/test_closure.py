@@ -90,7 +90,6 @@ def test_the_closure_runs_once_and_in_the_state_of_the_caller() -> None:
         with context:
             optimizer.step(closure)
     assert calls == [(True, False, torch.float32, True), (True, True, torch.float32, True)]
-    optimizer.close()
 
 
 @pytest.mark.parametrize("where", ["before", "forward", "backward"])
@@ -140,7 +139,6 @@ def test_what_the_closure_returns_is_returned_as_it_is() -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)  # wraps `step`
     assert optimizer.step(closure=closure).loss is answer
     scheduler.step()
-    optimizer.close()
 
 
 def test_a_skipped_step_has_the_loss_of_its_closure() -> None:
@@ -156,4 +154,3 @@ def test_a_skipped_step_has_the_loss_of_its_closure() -> None:
     assert caught[0].filename == __file__
     assert result.skipped
     assert result.loss is not None
-    optimizer.close()

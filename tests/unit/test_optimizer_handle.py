@@ -2,9 +2,8 @@
 
 import copy
 import io
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -26,13 +25,6 @@ STREAMS = {"inline": inline, "simulated": simulated}
 @pytest.fixture(params=STREAMS)
 def streams(request: pytest.FixtureRequest) -> Callable[[], Any]:
     return STREAMS[request.param]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) <= before
 
 
 def grouped(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
@@ -88,7 +80,6 @@ def test_it_is_a_torch_optimizer():
         assert ours is theirs
     assert optimizer.defaults == given.defaults
     assert "lr: 0.03" in repr(optimizer)
-    optimizer.close()
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -128,7 +119,6 @@ def test_stock_schedulers_reach_the_update(row):
         seen = scheduled(model, optimizer, scheduler or make(optimizer))
     assert seen == expected
     assert_close(values_of(model, optimizer), plain_model.parameters())
-    optimizer.close()
 
 
 def test_step_hooks_of_torch_run_also_those_of_before_prepare():
@@ -143,7 +133,6 @@ def test_step_hooks_of_torch_run_also_those_of_before_prepare():
     optimizer.register_step_post_hook(lambda *args: calls.append("ours"))
     train(model, optimizer, range(1))
     assert calls == ["before", "after", "before", "ours"]
-    optimizer.close()
 
 
 # State dicts
@@ -202,7 +191,6 @@ def test_loading_replaces_all_state():
     for parameter in model.parameters():
         assert not optimizer.full_state(parameter, "exp_avg").any()
         assert not optimizer.full_state(parameter, "exp_avg_sq").any()
-    optimizer.close()
 
 
 def test_state_is_matched_by_the_numbers_in_the_groups():
@@ -218,7 +206,6 @@ def test_state_is_matched_by_the_numbers_in_the_groups():
     state["state"] = {renamed[number]: values for number, values in state["state"].items()}
     optimizer.load_state_dict(state)
     assert_same_state(optimizer.state_dict(), expected)
-    optimizer.close()
 
 
 def test_a_scheduler_on_the_given_optimizer_survives_load_state_dict():
@@ -230,7 +217,6 @@ def test_a_scheduler_on_the_given_optimizer_survives_load_state_dict():
     optimizer.load_state_dict(optimizer.state_dict())
     scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == [5e-3, 1.5e-2]
-    optimizer.close()
 
 
 def test_state_from_before_prepare_is_taken_over(streams):
@@ -243,7 +229,6 @@ def test_state_from_before_prepare_is_taken_over(streams):
     assert float(optimizer.full_state(model.first.weight, "step")) == 3
     train(model, optimizer, range(3, 6))
     assert_close(values_of(model, optimizer), plain_model.parameters())
-    optimizer.close()
 
 
 # gathered()
@@ -284,7 +269,6 @@ def test_gathered_modify_takes_over_what_was_written(precision, streams):
     with optimizer.gathered():
         assert_close([model.first.weight.detach().float()], [now[0].to(model.first.weight.dtype).float()])
     train(model, optimizer, range(2, 3))
-    optimizer.close()
 
 
 def test_a_write_that_would_be_lost_is_an_error():
@@ -450,4 +434,3 @@ def test_what_people_do_is_as_in_torch(habit, streams):
     expected, seen = habit(plain_model, adamw(plain_model)), habit(model, optimizer)
     assert_close(seen or [], expected or [])
     assert_close(values_of(model, optimizer), plain_model.parameters())
-    optimizer.close()
