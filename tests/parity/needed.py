@@ -55,7 +55,7 @@ NEEDED_BY: Mapping[str, tuple[str, str]] = {
     "reduce.first_received": ("clearing right after backward", "collective"),
     "save.read": ("saving an average beside its update", "read"),
     "save.written": ("streamed, and saved right after", "upload"),
-    "step.gradient_measured": ("clearing right after backward", "upload"),
+    "step.gradient_measured": ("clearing right after backward", "collective"),
     "step.early_updates_over": ("updated before a gradient that is not finite", "update"),
     "step.updates_over": ("nothing in flight after step", "upload"),
     "checkpoint.unit_updated": ("streamed, and saved right after", "upload"),

@@ -1,5 +1,6 @@
 """Every wait of the engine is needed: without it, a row on slow streams gives another result or an error."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import indent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,12 @@ from torch import Tensor
 import penstock
 from penstock.engine.forward_backward import saved_tensors
 from penstock.errors import EngineError
+from penstock.runtime import simulated
 from penstock.runtime.streams import COLLECTIVE, UPLOAD, Streams
 from tests.lib.engines import prepare_on
 from tests.lib.memory import shorten_rings
 from tests.lib.ranks import run_ranks
-from tests.lib.streams import inline
+from tests.lib.streams import inline, until_waited_for
 from tests.parity.needed import NEEDED_BY
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.parity.waits import DroppingStreams, Wait, complaints, listen, read_file, waits
@@ -479,11 +482,20 @@ def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_rings(monkeypatch)
 
 
+def sleep_once_waited_for(seconds: float) -> None:
+    """However late the host is on a busy machine: the delay begins when it waits for something, or soon."""
+    if seconds:
+        soon = time.monotonic() + 3 * seconds
+        until_waited_for(or_once=lambda: time.monotonic() > soon)
+        time.sleep(seconds)
+
+
 def attempt(run: RowRun, expected: Values, slow: str, dropped: str | None, seconds: float = SLOW_SECONDS) -> Outcome:
     """Run a row on streams of which one is slow, and that leave a wait out."""
     streams = DroppingStreams(lambda stream, nbytes: seconds if stream == slow else 0.0, dropped)
     with pytest.MonkeyPatch.context() as patch:
         heard = listen(patch, dropped)
+        patch.setattr(simulated, "time", SimpleNamespace(sleep=sleep_once_waited_for))
         try:
             found = run(streams)
         except Exception:
