@@ -477,4 +477,3 @@ def test_sparse_gradients_are_refused():
     with pytest.raises(EngineError) as caught:
         optimizer.backward(loss_of(model))
     assert str(caught.value) == "Parameter '0.weight' got a sparse gradient. Build its embedding with sparse=False."
-    optimizer.close()

@@ -50,7 +50,6 @@ def train(rank: int, precision: str, streams: Any, overlap: str, closed: bool) -
         assert (result.loss is not None) == closed
         seen += [(result.loss if closed else loss).detach(), torch.tensor([result.grad_norm, result.loss_scale])]
     seen += [optimizer.full_param(p) for p in model.parameters()]
-    optimizer.close()
     return seen
 
 
@@ -122,8 +121,6 @@ def test_an_error_in_the_closure_updates_nothing(where: str) -> None:
     for m, o in ((model, optimizer), (other, undisturbed)):
         o.step(closure_of(m, o, 2))
     assert_same_state(state(model, optimizer), state(other, undisturbed))
-    optimizer.close()
-    undisturbed.close()
 
 
 def test_what_the_closure_returns_is_returned_as_it_is() -> None:

@@ -173,7 +173,6 @@ def test_state_dicts_are_those_of_torch_both_ways(streams):
         train(m, o, range(3, 6))
     assert_close(values_of(resumed_model, resumed), plain_model.parameters())
     assert_close(list(resumed_plain_model.parameters()), plain_model.parameters())
-    resumed.close()
 
 
 def test_loading_replaces_all_state():
@@ -309,7 +308,6 @@ def test_a_write_that_would_be_lost_is_an_error():
                 penstock.EngineError, match=r"'first.weight' was written outside gathered\(modify=True\)"
             ):
                 write()
-        optimizer.close()
     resident = {("kept", s, "fp32", True) for s in STREAMS} | {("error", s, "bf16", True) for s in STREAMS}
     elsewhere = {("kept", "inline", "fp32", False), ("error", "inline", "bf16", False)}
     # The first where params are on the device, and the optimizer on the cpu.

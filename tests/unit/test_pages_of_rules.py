@@ -43,7 +43,6 @@ def test_a_group_of_new_matrices_joins_with_its_rules_options() -> None:
     train(model, optimizer, first=1)
     assert optimizer.full_state(model[2].weight, "momentum_buffer").any()
     assert not torch.equal(optimizer.full_param(model[2].weight), before)
-    optimizer.close()
 
 
 def test_a_parameter_that_cannot_be_unfrozen_is_named_if_it_is_not_the_first_of_its_unit() -> None:
@@ -69,4 +68,3 @@ def test_a_rule_of_ones_own_trains_as_its_class() -> None:
     assert train(model, optimizer, 3) == pytest.approx(train(plain, stock, 3), rel=1e-6)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(optimizer.full_param(ours), theirs.detach(), rtol=1e-6, atol=1e-7)
-    optimizer.close()
