@@ -2,7 +2,6 @@
 
 import io
 import os
-import socket
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 def export_on(rank: int, folder: Path, port: int) -> str:
     """What a process of a launcher prints, of the command in it."""
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.chdir(folder)
     words = ["penstock", "export", "step", "out", "--dtype", "fp32", "--max-shard-bytes", "300B"]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
@@ -39,10 +38,8 @@ def export_on(rank: int, folder: Path, port: int) -> str:
 
 def test_two_processes_divide_the_files(tmp_path: Path) -> None:
     masters = saved(tmp_path / "step")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-    assert run_ranks(export_on, 2, tmp_path, port) == ["out\n", ""]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_ranks(export_on, 2, tmp_path, store.port, fresh=True) == ["out\n", ""]
     files = list((tmp_path / "out").glob("model-0000*-of-00002.safetensors"))
     assert len(files) == 2
     found = {name: value for file in files for name, value in load_file(file).items()}
