@@ -39,7 +39,7 @@ _logger = logging.getLogger("penstock")
 
 
 @engine_entry
-def prepare(  # noqa: PLR0913
+def prepare(  # noqa: PLR0913 (what users may choose)
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,

@@ -1,6 +1,6 @@
-"""What the library consists of stays small: dataclasses, packages, words, private names of torch.
+"""What the library consists of stays small: functions, dataclasses, packages, words, private names of torch.
 
-Functions and constructors have their limits in `pyproject.toml`, which ruff keeps.
+How many arguments a function may have is in `pyproject.toml`, which ruff keeps.
 
 Code is counted without blanks, comments and docstrings. The budget of a package is what there is, exactly. A change
 that makes the house smaller lowers it, so that nothing grows back unseen; one that needs more raises it, and its commit
@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from penstock.integrations._private import accelerate, lightning, transformers, trl
-from tests.meta.source import modules, nodes_of, path_of
+from tests.meta.source import modules, nodes_of, path_of, place
 
-#: Dataclasses that take more than so many fields, and why.
-MOST_FIELDS = 8
+MOST_OF_A_FUNCTION, MOST_FIELDS = 60, 8
+
+#: Dataclasses that take more fields, and why.
 LARGE = {
     "engine.step.context.EngineContext": "what all components share, in place of copies in each",
     "engine.unit.partition.UnitSpec": "what belongs to a unit, told in one place",
@@ -74,6 +75,17 @@ def lines_of_code(module: str) -> frozenset[int]:
             for number in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1):
                 lines.pop(number, None)
     return frozenset(number for number, line in lines.items() if line and not line.startswith("#"))
+
+
+def test_no_function_is_too_large() -> None:
+    functions = (
+        (module, node, set(range(node.lineno, (node.end_lineno or 0) + 1)))
+        for module in modules()
+        for node in nodes_of(module)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    sizes = {place(module, node): len(lines_of_code(module) & lines) for module, node, lines in functions}
+    assert {where: size for where, size in sizes.items() if size > MOST_OF_A_FUNCTION} == {}
 
 
 def fields(node: ast.AST) -> int:

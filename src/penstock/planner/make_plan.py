@@ -41,7 +41,7 @@ from penstock.planner.workload import KINDS, TIERS, Infeasible
 
 
 @torch.random.fork_rng(devices=[])  # the batch, the model's first values and what is measured may draw some
-def plan(  # noqa: PLR0913
+def plan(  # noqa: PLR0913 (those of `prepare`, and of the run)
     model: nn.Module | Callable[[], nn.Module],
     optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
     batch: Callable[[], Any],

@@ -184,7 +184,7 @@ _LEAST_NUMEL = 2 * BLOCK_NUMEL
 _MOST_SENT = 16
 
 
-def one_pass(  # noqa: PLR0913
+def one_pass(  # noqa: PLR0913 (all that makes a compiled pass another one)
     arithmetic: Callable[..., Tensor],
     specs: tuple[StateSpec, ...],
     make_scalars: Callable[..., Any],

@@ -134,7 +134,7 @@ class CopyRoutes:
             self._landing, source, use, after, label, fill=DOWNLOAD, drain=UPDATE, dtype=source.dtype, over=over
         )
 
-    def through(  # noqa: PLR0913
+    def through(  # noqa: PLR0913 (the two ways through a ring differ in them)
         self,
         ring: Ring,
         source: Tensor,

@@ -42,7 +42,6 @@ def test_a_resume_is_exact_and_the_base_is_not_written(blocking: bool, tmp_path:
     optimizer.save(tmp_path / "whole")
     optimizer.save(tmp_path / "small", frozen=False, blocking=blocking, extra={"step": 2})
     losses, expected = train(model, optimizer, 2, first=2), state(model, optimizer)
-    optimizer.close()
     base = 2 * 2 * (WIDTH * WIDTH + 256) + 2 * WIDTH * WIDTH
     assert tile_bytes(tmp_path / "whole") - tile_bytes(tmp_path / "small") >= base
     assert tile_bytes(tmp_path / "small") < 4 * 4 * 4096 + 12 * 2 * 2 * 2 * WIDTH
@@ -52,7 +51,6 @@ def test_a_resume_is_exact_and_the_base_is_not_written(blocking: bool, tmp_path:
     assert resumed.load(tmp_path / "small") == {"step": 2}
     assert train(other, resumed, 2, first=2) == losses
     assert_same_state(state(other, resumed), expected)
-    resumed.close()
 
 
 def test_an_export_takes_what_was_left_out_from_a_folder(tmp_path: Path) -> None:
@@ -64,7 +62,6 @@ def test_an_export_takes_what_was_left_out_from_a_folder(tmp_path: Path) -> None
     train(model, optimizer)
     optimizer.save(tmp_path / "small", frozen=False)
     optimizer.save(tmp_path / "whole")
-    optimizer.close()
     for dtype in ("bf16", "fp32"):
         penstock.export(
             tmp_path / "small", tmp_path / f"small-{dtype}", dtype=dtype, base=tmp_path / "base.safetensors"
@@ -90,7 +87,6 @@ def test_an_export_without_its_base_is_refused(name: str | None, shape: Any, tex
 
     model, optimizer = prepared(coded, precision="bf16")
     optimizer.save(tmp_path / "small", frozen=False)
-    optimizer.close()
     tensors = {key: p.detach().clone() for key, p in model.named_parameters() if key != "0.codes"}
     save_file(tensors | {f"0.{name}": torch.zeros(shape)}, tmp_path / "base.safetensors")
     base = {"base": tmp_path / "base.safetensors"} if name else {}
@@ -115,7 +111,6 @@ def test_a_base_in_parts_is_not_taken_for_whole(tmp_path: Path) -> None:
     optimizer.load(tmp_path / "whole")
     optimizer.load(tmp_path / "small")
     train(model, optimizer)
-    optimizer.close()
 
 
 @pytest.mark.parametrize(
@@ -141,4 +136,3 @@ def test_a_marker_that_says_what_is_not_so(saved: str, name: str, text: str, tmp
     with pytest.raises(CheckpointError, match=text):
         penstock.export(tmp_path / "lying", tmp_path / "out", base=tmp_path)
     assert_same_state(state(model, optimizer), before)
-    optimizer.close()

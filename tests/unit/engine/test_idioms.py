@@ -332,7 +332,6 @@ def test_a_model_is_not_saved_while_it_is_released(name: str, tmp_path: Path, gr
         with optimizer.gathered():
             SAVES[name](model, tmp_path)
     step(model, optimizer)
-    optimizer.close()
 
 
 # Loops

@@ -208,4 +208,3 @@ def test_updates_in_backward_need_a_static_scale() -> None:
     model, optimizer = half(overlap="backward", dynamic_loss_scale=False, initial_loss_scale=128.0)
     optimizer.backward(loss_of(model, 0))
     assert not optimizer.step().skipped
-    optimizer.close()
